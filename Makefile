@@ -1,0 +1,38 @@
+# Every target sets up .venv by itself (tools/setup_env.py; instant when nothing changed).
+#   make test       lints, types, and all tests that take seconds (no GPU)      make demo    train, roll out, export, on this machine
+#   make test-slow  the tests marked slow (no GPU)                              make wheel   sdist and wheel into dist/
+#   make test-gpu   the tests marked gpu, with python3's own torch if it sees one
+PYTHON ?= python3
+BIN := .venv/bin
+# The machine's cores are spent on pytest's workers, not on threads inside each.
+WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo lint test test-slow test-gpu wheel clean
+
+setup:
+	@$(PYTHON) tools/setup_env.py
+
+demo: setup
+	@$(BIN)/trace-compile demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n $(WORKERS) -q
+
+test-slow: setup
+	$(BIN)/pytest -n $(WORKERS) -q -m "slow and not gpu" --durations=10
+
+test-gpu:
+	@bash tools/test_gpu.sh
+
+wheel: setup
+	@rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf .venv build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
