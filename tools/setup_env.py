@@ -1,14 +1,14 @@
 """Makes ``.venv``: the pinned environment in which ``make test``, ``make demo`` and the others run.
 
-What: a virtual environment at the repository's top with the exact versions of constraints.txt and this project installed
-in editable mode. Why a script: torch's wheel differs by machine. Without an NVIDIA GPU the CPU build is tried first (from
+What: a virtual environment at the repository's top with the exact versions of constraints.txt and this project in
+editable mode. Why a script: torch's wheel differs by machine. Without an NVIDIA GPU the CPU build is tried first (from
 the indexes that pip is set up with, then from PyTorch's own), since the default Linux wheel brings gigabytes of CUDA.
 
 Invariants: standard library only; does nothing (in a few milliseconds) when a stamp says that .venv was made from these
 very constraints and this pyproject; prints two lines when it works and pip's whole log when it fails.
 
     python3 tools/setup_env.py            make or refresh .venv
-    PYTHON=python3.12 make test           choose the interpreter (3.11 or newer)
+    make test PYTHON=python3.12           choose the interpreter (3.11 or newer)
 """
 
 from __future__ import annotations
@@ -48,20 +48,15 @@ def has_nvidia_gpu() -> bool:
     return listed.returncode == 0 and "GPU " in listed.stdout
 
 
-def run(command: list[str]) -> bool:
-    """Run a command with its output in the log; True if it succeeded."""
+def pip_install(*arguments: str) -> bool:
+    """``pip install`` inside .venv with all output in the log; True if it succeeded."""
+    # Timeouts: torch's wheel is hundreds of megabytes, and pip's default of 15 s gives up on slow mirrors.
+    options = ["--disable-pip-version-check", "--timeout", "180"]
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", *options, *arguments]
     with LOG.open("a") as log:
         log.write("$ " + " ".join(command) + "\n")
         log.flush()
         return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode == 0
-
-
-def pip_install(*arguments: str) -> bool:
-    # Timeouts: torch's wheel is hundreds of megabytes, and pip's default of 15 s gives up on slow mirrors.
-    return run(
-        [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--timeout", "180"]
-        + list(arguments)
-    )
 
 
 def pinned(name: str) -> str:
@@ -89,39 +84,36 @@ def install_torch(gpu: bool) -> Path | None:
 
 
 def fail(step: str) -> None:
-    if LOG.exists():
-        print(LOG.read_text(), file=sys.stderr)
-    raise SystemExit(
-        f"set-up failed while {step}; the log above is {LOG.relative_to(ROOT)}. Run the same command again."
-    )
+    """Show pip's log and stop."""
+    print(LOG.read_text(), file=sys.stderr)
+    raise SystemExit(f"set-up failed while {step}; the log above is in .venv/setup.log. Run the same command again.")
 
 
 def reexecute_with_newer_python() -> None:
     """Continue with a Python >= 3.11 from PATH if this one is older."""
-    for name in ("python3.13", "python3.12", "python3.11"):
+    for name in ("python3.11", "python3.12", "python3.13"):
         found = shutil.which(name)
-        if found and subprocess.run([found, "-c", ""], check=False).returncode == 0:
+        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
             os.execv(found, [found, *sys.argv])
-    raise SystemExit(f"Python 3.11 or newer is needed; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...")
+    raise SystemExit(
+        f"Python 3.11 or newer is needed, found {sys.version.split()[0]}; say make PYTHON=/path/to/python3"
+    )
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    """Make .venv unless its stamp says that it is up to date."""
+    if sys.version_info < (3, 11):  # noqa: UP036  (an older python3 is the one that meets this script first)
         reexecute_with_newer_python()
     key = environment_key()
     if STAMP.exists() and STAMP.read_text() == key and (VENV / "bin" / "python").exists():
         return
     started = time.monotonic()
     gpu = has_nvidia_gpu()
-    print(
-        f"Setting up .venv for {'an NVIDIA GPU' if gpu else 'CPU'} (once; some minutes; log in .venv/setup.log)",
-        flush=True,
-    )
-    STAMP.unlink(missing_ok=True)
+    machine = "an NVIDIA GPU" if gpu else "a CPU"
+    print(f"Setting up .venv for {machine} (once; a few minutes; log in .venv/setup.log)", flush=True)
     # --clear: what an earlier set-up left must not decide what this one holds.
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         raise SystemExit(f"could not make a virtual environment with {sys.executable}:\n{made.stdout}{made.stderr}")
     constraints = install_torch(gpu)
