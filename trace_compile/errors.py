@@ -61,3 +61,7 @@ class GuidanceError(TraceCompileError):
 
 class ExportError(TraceCompileError):
     """A checkpoint would not be loadable as it stands."""
+
+
+class UnknownActivationError(TraceCompileError):
+    """The activation between the expert GEMMs has a step that is not in the table of elementwise operations."""
