@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,12 +30,10 @@ from trace_compile.errors import GuidanceError
 from trace_compile.numerics import decode_exponent, pack_bits, unpack_nibbles
 from trace_compile.state.layout import RecordLayout, Site, decode_routing
 from trace_compile.state.ranges import Ranges
+from trace_compile.state.runs import KEY_BYTES, Run, Stage, add_run, sort_unique
 
-KEY_BYTES = 8
 STAGE_BYTES = 64 << 20
 """Staged rows become a run at this size."""
-MERGE_BYTES = 512 << 20
-"""Runs are not merged beyond this size, which bounds the copy that a merge makes."""
 DEFAULT_MAX_BYTES = 16 << 30
 _CONVERT_ROWS = 1 << 14
 
@@ -91,48 +89,6 @@ class Guidance:
         return replace(self, rows=self.rows.to(device), outer=self.outer.to(device), hit=self.hit.to(device))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Sorted records of one version and one outer table: keys int64 [n], rows uint8 [n, R], outer float32 [S]."""
-
-    version: int
-    outer: Tensor
-    keys: Tensor
-    rows: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.numel() * KEY_BYTES + self.rows.numel()
-
-    def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Row of each key (int64 [M], meaningless without a hit) and hit bool [M]."""
-        if not self.keys.numel():
-            return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
-        at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
-        return at, self.keys[at] == keys
-
-
-@dataclass
-class _Stage:
-    """Appended pieces of one version and outer table, as given: (keys, rows, valid) on any device."""
-
-    version: int
-    outer: Tensor
-    pieces: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
-    nbytes: int = 0
-
-    def collect(self) -> tuple[Tensor, Tensor]:
-        keys, rows = [], []
-        for k, r, valid in self.pieces:
-            k, r = k.cpu(), r.cpu()
-            if valid is not None:
-                mask = valid.cpu()
-                k, r = k[mask], r[mask]
-            keys.append(k)
-            rows.append(r)
-        return torch.cat(keys), torch.cat(rows)
-
-
 class Trace:
     """See the module docstring. ``fingerprint`` names model and recipe; ``recipe`` is kept with it for the reader.
 
@@ -157,7 +113,7 @@ class Trace:
         self.stage_bytes = stage_bytes
         self.counters = Counters()
         self._runs: list[Run] = []
-        self._stage: _Stage | None = None
+        self._stage: Stage | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -268,11 +224,11 @@ class Trace:
             raise GuidanceError(f"outer scales {tuple(outer.shape)} for {len(sites)} sites")
         return outer.detach().to("cpu", torch.float32, copy=True)
 
-    def _stage_for(self, version: int, outer: Tensor) -> _Stage:
+    def _stage_for(self, version: int, outer: Tensor) -> Stage:
         stage = self._stage
         if stage is None or stage.version != version or not torch.equal(stage.outer, outer):
             self._flush()
-            stage = self._stage = _Stage(version, outer)
+            stage = self._stage = Stage(version, outer)
         return stage
 
     def _flush(self) -> None:
@@ -281,13 +237,9 @@ class Trace:
         if stage is None or not stage.pieces:
             return
         keys, rows = stage.collect()
-        keys, order = torch.sort(keys, stable=True)  # stable: the first of equal keys stays the first
-        first = torch.ones_like(keys, dtype=torch.bool)
-        first[1:] = keys[1:] != keys[:-1]
-        kept = torch.cummax(torch.where(first, torch.arange(len(keys)), 0), 0).values
-        self._compare(rows[order[~first]], rows[order[kept[~first]]])
+        keys, order, later, earlier = sort_unique(keys)
+        self._compare(rows[later], rows[earlier])
 
-        keys, order = keys[first], order[first]
         new = torch.ones_like(keys, dtype=torch.bool)
         for run in self._runs:
             if run.version == stage.version:
@@ -303,21 +255,7 @@ class Trace:
             chosen = chosen[torch.sort(order[chosen]).indices[:room].sort().values]
         self.counters.appended += len(chosen)
         if len(chosen):
-            self._add(Run(stage.version, stage.outer, keys[chosen], rows[order[chosen]]))
-
-    def _add(self, run: Run) -> None:
-        """Appends a run and merges it into the last one of its kind while the two are of similar size."""
-        runs = self._runs
-        while runs and self._mergeable(runs[-1], run):
-            last = runs.pop()
-            keys, order = torch.sort(torch.cat((last.keys, run.keys)))
-            run = replace(run, keys=keys, rows=torch.cat((last.rows, run.rows))[order])
-        runs.append(run)
-
-    @staticmethod
-    def _mergeable(last: Run, run: Run) -> bool:
-        same = last.version == run.version and torch.equal(last.outer, run.outer)
-        return same and last.nbytes <= 2 * run.nbytes and last.nbytes + run.nbytes <= MERGE_BYTES
+            add_run(self._runs, Run(stage.version, stage.outer, keys[chosen], rows[order[chosen]]))
 
     def _same_scales(self, a: Tensor, b: Tensor) -> bool:
         """Whether two tables agree at the sites that use them."""

@@ -25,7 +25,8 @@ from trace_compile.errors import FingerprintMismatchError, TraceCompileError, Tr
 from trace_compile.state.files import atomic_save_safetensors, load_safetensors, raw_bytes
 from trace_compile.state.layout import RecordLayout
 from trace_compile.state.ranges import BUCKETS, Ranges
-from trace_compile.state.trace import KEY_BYTES, Run, Trace
+from trace_compile.state.runs import KEY_BYTES, Run
+from trace_compile.state.trace import Trace
 
 FORMAT = "trace_compile.trace"
 VERSION = "1"
