@@ -19,6 +19,10 @@ class BlockSizeError(TraceCompileError):
     """The reduction dimension is not a multiple of the format's block size."""
 
 
+class OperandError(TraceCompileError):
+    """A tensor has a dtype or shape that cannot be quantized (or an outer scale that does not fit it)."""
+
+
 class UnknownFormatError(TraceCompileError):
     """No such numeric format, profile, outer source or export format."""
 

@@ -1,0 +1,226 @@
+"""The quantizer: blocks of K to codes and scale bytes, with own scales or guided by a rollout's, and back.
+
+Invariants (numerics contract):
+  decode = element * block scale, exact in float32 (NVFP4, MXFP4, HiF4: exact in bfloat16 too); times the outer scale it is the value.
+  A block with NaN or Inf gets the NaN scale byte and magnitude codes 0; every other block is what it would be without it.
+  Every input dtype is rounded to float32 first, so equal values give equal bytes whatever the dtype, layout or compiler.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trace_compile.errors import BlockSizeError, OperandError
+from trace_compile.numerics import hif4
+from trace_compile.numerics.codec import (
+    EXPONENT_MASK,
+    bits_of,
+    decode,
+    encode_magnitude,
+    join_sign,
+    sign_code,
+)
+from trace_compile.numerics.formats import (
+    E2M1,
+    E4M3,
+    Choice,
+    Element,
+    ElementRule,
+    Format,
+    Profile,
+    ScaleKind,
+    format_of,
+    profile_of,
+)
+from trace_compile.numerics.scales import (
+    E8M0_NAN,
+    block_amax,
+    decode_scales,
+    divide,
+    encode_scales,
+    outer_bound,
+    reciprocal_of_e8m0,
+)
+
+
+def quantize_blocks(
+    x: Tensor, outer: Tensor | None, fmt: str = "nvfp4", profile: str = "pow2"
+) -> tuple[Tensor, Tensor]:
+    """Float x [..., K] and float32 outer (broadcastable to x.shape[:-1]; None for formats without one) -> codes, scales.
+
+    codes: uint8 [..., K], one per element. scales: raw bytes uint8 [..., K/block * bytes per scale].
+    Raises ``BlockSizeError`` when K is not a multiple of the block, ``OperandError`` for other unusable operands.
+    """
+    f, p = format_of(fmt), profile_of(profile)
+    x = _checked(x, f)
+    if f.scale is ScaleKind.HIF4:
+        return hif4.encode(x)
+    g = _outer_column(x, outer, f)
+    a = block_amax(x, f.block)
+    scales = encode_scales(a, g, f, p)
+    codes = _encode(x, scales, g, f, p)
+    if p.choice is None or f.scale is not ScaleKind.E4M3:
+        return codes, scales
+    assert g is not None
+    scales_4 = encode_scales(a, g, f, p, target=f.element.codebook[-2])
+    codes_4 = _encode(x, scales_4, g, f, p)
+    error_6, error_4 = (_block_error(x, c, s, g, f, p.choice) for c, s in ((codes, scales), (codes_4, scales_4)))
+    better = error_4 < error_6
+    return (
+        torch.where(better.unsqueeze(-1), _blocks(codes_4, f.block), _blocks(codes, f.block)).flatten(-2),
+        torch.where(better, scales_4, scales),
+    )
+
+
+def guided_blocks(
+    x: Tensor,
+    scales: Tensor,
+    outer: Tensor | None,
+    *,
+    codes: Tensor | None = None,
+    bits: Tensor | None = None,
+    fmt: str = "nvfp4",
+) -> Tensor:
+    """Codes of x [..., K] under the rollout's scale bytes and outer scale, rounded toward the rollout's outcome (numerics 2).
+
+    Exactly one of ``codes`` (uint8 [..., K], full guidance) and ``bits`` (uint8 0/1 [..., K], the rollout's mantissa bits).
+    E2M1 formats with a power-of-two outer scale. Returns uint8 [..., K]. A non-finite x gives magnitude code 0 or 1: the caller
+    keeps NaN visible with ``poison_scales``.
+    """
+    f = format_of(fmt)
+    if f.element is not E2M1:
+        raise OperandError(f"guided rounding is defined for E2M1 elements, not for format {fmt!r} ({f.element.name})")
+    if (codes is None) == (bits is None):
+        raise OperandError("guided rounding takes exactly one of codes= (full) and bits= (1-bit)")
+    x = _checked(x, f)
+    g = _outer_column(x, outer, f)
+    u = _scaled(x, scales, g, f, ElementRule.DIVIDE)
+    low = bracket(u.nan_to_num_(nan=0.0), f.element)
+    negative = (u < 0).view(torch.uint8)
+    if bits is not None:
+        magnitude = low + ((low ^ bits) & 1)
+    else:
+        assert codes is not None
+        same_side = (codes >> f.element.magnitude_bits) == negative
+        magnitude = low + (same_side & ((codes & E2M1.top) > low)).view(torch.uint8)
+    # -0.0 lies in the bracket {0, +0.5}: its sign survives only in a zero result
+    sign = torch.where(magnitude == 0, sign_code(x, f.element), negative << f.element.magnitude_bits)
+    return magnitude | sign
+
+
+def bracket(u: Tensor, element: Element) -> Tensor:
+    """float32 z = clip(u) -> uint8 magnitude code k of the bracket {k, k+1}: codewords next to z, going up from a codeword."""
+    floor = -bits_of(u).lt(0).to(torch.int32)  # below 0, "up" is toward 0: step a codeword's magnitude down one ulp
+    floor = (bits_of(u.abs()) + floor).clamp_(min=0).view(torch.float32)
+    low = torch.zeros(u.shape, dtype=torch.uint8, device=u.device)
+    for codeword in element.codebook[1:-1]:
+        low += (floor >= codeword).view(torch.uint8)
+    return low
+
+
+def poison_scales(x: Tensor, scales: Tensor, fmt: str = "nvfp4") -> Tensor:
+    """``scales`` with the NaN byte where x's block holds NaN or Inf: keeps a poisoned token visible under guided scales."""
+    f = format_of(fmt)
+    x = _checked(x, f)
+    nan_byte = E8M0_NAN if f.scale is ScaleKind.E8M0 else E4M3.nan_from
+    return torch.where(bits_of(block_amax(x, f.block)) >= EXPONENT_MASK, nan_byte, scales).to(torch.uint8)
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, fmt: str = "nvfp4", dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 codes [..., K] and raw scale bytes -> element * block scale [..., K] in ``dtype``, without the outer scale."""
+    f = format_of(fmt)
+    if f.scale is ScaleKind.HIF4:
+        return hif4.decode(codes, scales).to(dtype)
+    values = decode(codes, f.element)
+    if f.scale is not ScaleKind.NONE:
+        values = _blocks(values, f.block).mul_(decode_scales(scales, f).unsqueeze(-1)).flatten(-2)
+    return values.to(dtype)
+
+
+def saturated(x: Tensor, outer: Tensor, fmt: str = "nvfp4", profile: str = "pow2") -> Tensor:
+    """bool [..., K]: |x| exceeds the largest representable magnitude under float32 outer (broadcastable to x.shape[:-1])."""
+    f = format_of(fmt)
+    x = _checked(x, f)
+    return x.abs() > _outer_column(x, outer, f) * outer_bound(fmt, profile)
+
+
+def _encode(x: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: Profile) -> Tensor:
+    """Element codes of float32 x under given scale bytes: round to nearest even, saturating."""
+    u = _scaled(x, scales, g, f, p.element)
+    codes = join_sign(encode_magnitude(u.abs_(), f.element), sign_code(x, f.element), f.element)
+    if f.scale is ScaleKind.NONE:  # no block scale to carry the NaN
+        codes = torch.where(bits_of(x.abs()) >= EXPONENT_MASK, f.element.nan_from or 0, codes).to(torch.uint8)
+    return codes
+
+
+def _scaled(x: Tensor, scales: Tensor, g: Tensor | None, f: Format, rule: ElementRule) -> Tensor:
+    """x over its scales [..., K], a new float32 tensor; +-0 under a zero block scale and NaN under a NaN scale."""
+    if f.scale is ScaleKind.NONE:
+        return _quotient(x, g)
+    if f.scale is ScaleKind.E8M0:
+        return (_blocks(x, f.block) * reciprocal_of_e8m0(scales).unsqueeze(-1)).flatten(-2)
+    s = decode_scales(scales, f)
+    if f.scale is ScaleKind.FLOAT32:  # both operands have 24 bits: a float32 quotient could round into a tie, float64's cannot
+        u = _blocks(x.double(), f.block) / s.double().unsqueeze(-1)
+        return u.round().clamp(-f.element.max, f.element.max).float().flatten(-2)
+    s = torch.where(s == 0, torch.inf, s)
+    match rule:
+        case ElementRule.DIVIDE:
+            return _quotient(_blocks(x, f.block), (s * g).unsqueeze(-1)).flatten(-2)
+        case ElementRule.RECIPROCAL:
+            factor = divide(divide(1.0, g), s)
+        case ElementRule.TWO_RECIPROCALS:
+            factor = divide(1.0, s * g)
+    return (_blocks(x, f.block) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """IEEE float32 x / y. Inductor's GPU code divides approximately, so there it goes through float64 (same bits)."""
+    if x.is_cuda and torch.compiler.is_compiling():
+        return (x.double() / y.double()).float()
+    return x / y
+
+
+def _block_error(x: Tensor, codes: Tensor, scales: Tensor, g: Tensor, f: Format, choice: Choice) -> Tensor:
+    """Error of one candidate per block [..., K/block], in float64 and summed by halves, so that its bits are reproducible."""
+    values = _blocks(decode(codes, f.element), f.block).double() * (decode_scales(scales, f).double() * g).unsqueeze(-1)
+    error = _blocks(x, f.block) - values
+    error = error * error if choice is Choice.MSE else error.abs()
+    while error.shape[-1] > 1:
+        half = error.shape[-1] // 2
+        error = error[..., :half] + error[..., half:]
+    return error.squeeze(-1)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    return x.unflatten(-1, (x.shape[-1] // block, block))
+
+
+def _checked(x: Tensor, f: Format) -> Tensor:
+    """x in float32, or a named error."""
+    if not x.dtype.is_floating_point:
+        raise OperandError(f"only floating-point tensors can be quantized, got {x.dtype}: convert it first")
+    if x.dim() == 0:
+        raise OperandError("a 0-dimensional tensor has no reduction dimension to quantize along: reshape it to [1, K]")
+    if x.shape[-1] % f.block:
+        raise BlockSizeError(
+            f"format {f.name!r} shares one scale among {f.block} elements of the last dimension, which is {x.shape[-1]} "
+            f"in shape {tuple(x.shape)}: pad it to a multiple of {f.block} or leave this tensor unquantized"
+        )
+    return x.float()
+
+
+def _outer_column(x: Tensor, outer: Tensor | None, f: Format) -> Tensor | None:
+    """outer broadcast against the blocks: float32 [..., 1]; None for formats without an outer scale."""
+    if not f.outer:
+        return None
+    if outer is None:
+        raise OperandError(f"format {f.name!r} needs a float32 outer scale broadcastable to {tuple(x.shape[:-1])}, got None")
+    lead, shape = x.shape[:-1], outer.shape
+    fits = len(shape) <= len(lead) and all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(lead)))
+    if not (fits or shape == (1,)) or outer.dtype != torch.float32:
+        raise OperandError(
+            f"outer scale must be float32 and broadcastable to {tuple(lead)}, got {outer.dtype} {tuple(shape)}"
+        )
+    return outer.unsqueeze(-1) if len(lead) else outer

@@ -1,0 +1,139 @@
+"""From amax to scales: the outer scale, and the per-block scale bytes of every format but HiF4.
+
+Powers of two are computed on exponent bits. Every other operation of a profile is one correctly rounded float32 operation:
+a division or reciprocal goes through float64, because float32 division is not IEEE on every compiler, and rounding a float64
+quotient to float32 gives the IEEE float32 quotient (53 >= 2*24 + 2 bits). These tensors are small: one number per block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trace_compile.numerics.codec import (
+    EXPONENT_BIAS,
+    EXPONENT_MASK,
+    MAGNITUDE_MASK,
+    MANTISSA_BITS,
+    bits_of,
+    decode_e4m3,
+    encode_e4m3,
+    power_of_two,
+)
+from trace_compile.numerics.formats import (
+    E4M3,
+    INT4_SMALLEST_SCALE,
+    OUTER_EXPONENTS,
+    BlockRule,
+    Format,
+    OuterRule,
+    Profile,
+    ScaleKind,
+    format_of,
+    profile_of,
+)
+
+E8M0_NAN = 0xFF
+
+
+def amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """max |x| over ``dim`` in float32, ignoring NaN and Inf; 0 where nothing is left (also over an empty dimension)."""
+    magnitude = x.float().abs().nan_to_num_(nan=0.0, posinf=0.0)
+    dims = (dim,) if isinstance(dim, int) else dim
+    if any(x.shape[d] == 0 for d in dims):
+        return magnitude.sum(dims)
+    return magnitude.amax(dims)
+
+
+def outer_bound(fmt: str = "nvfp4", profile: str = "pow2") -> float:
+    """Largest |x| / g that does not saturate: largest element times largest block scale of the profile."""
+    f, p = format_of(fmt), profile_of(profile)
+    return f.element.max * (p.scale_bound if f.scale is ScaleKind.E4M3 else 1.0)
+
+
+def outer_scale(amax: Tensor, fmt: str = "nvfp4", profile: str = "pow2") -> Tensor:
+    """Outer scale g of float32 ``amax`` [...] -> float32 [...], finite and positive, 1 where amax is 0 (numerics 1.2).
+
+    pow2: smallest 2^k with amax <= bound * 2^k; others: amax / bound. Both clamped to ``OUTER_EXPONENTS``: larger values saturate.
+    """
+    bound, (low, high) = outer_bound(fmt, profile), OUTER_EXPONENTS
+    if profile_of(profile).outer is OuterRule.POWER_OF_TWO:
+        mantissa, exponent = math.frexp(bound)  # bound = 2*mantissa * 2^(exponent - 1), 2*mantissa in [1, 2)
+        fraction = int((2 * mantissa - 1) * 2**MANTISSA_BITS)
+        # adding this carries into the exponent exactly when amax's fraction exceeds the bound's
+        carry = (1 << MANTISSA_BITS) - 1 - fraction
+        k = ((bits_of(amax) + carry) >> MANTISSA_BITS) - (EXPONENT_BIAS + exponent - 1)
+        g = power_of_two(k.clamp(low, high))
+    else:
+        g = (amax.double() / bound).float().clamp(2.0**low, 2.0**high)
+    return torch.where(amax == 0, 1.0, g)
+
+
+def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """The IEEE float32 quotient a / b of float32 operands, through float64."""
+    a = a.double() if isinstance(a, Tensor) else a
+    b = b.double() if isinstance(b, Tensor) else b
+    return torch.as_tensor(a / b).float()
+
+
+def block_amax(x: Tensor, block: int) -> Tensor:
+    """float32 [..., K] -> float32 max |x| per block [..., K/block]; NaN or Inf exactly where the block holds one."""
+    magnitude = bits_of(x) & MAGNITUDE_MASK  # as integers, NaN > Inf > finite: no special cases
+    return magnitude.unflatten(-1, (x.shape[-1] // block, block)).amax(-1).view(torch.float32)
+
+
+def encode_scales(a: Tensor, g: Tensor | None, fmt: Format, profile: Profile, target: float | None = None) -> Tensor:
+    """Block amax a [..., K/block] and outer scale g [..., 1] -> raw scale bytes uint8 [..., K/block * bytes].
+
+    ``target``: the element value that the block's amax is mapped to (default: the largest). A non-finite a gives the NaN byte.
+    """
+    finite = bits_of(a) < EXPONENT_MASK
+    if fmt.scale is ScaleKind.E4M3:
+        assert g is not None
+        scale = _block_scale(torch.where(finite, a, 0.0), g, profile, target or fmt.element.max)
+        scale = scale.clamp(profile.floor, E4M3.max)
+        if profile.zero_block is not None:
+            scale = torch.where(a == 0, profile.zero_block, scale)
+        return encode_e4m3(torch.where(finite, scale, torch.nan))
+    if fmt.scale is ScaleKind.E8M0:
+        largest_binade = math.frexp(fmt.element.max)[1] - 1
+        byte = ((bits_of(a) >> MANTISSA_BITS) - largest_binade).clamp(min=0)  # floor(log2 a) is the exponent field
+        return torch.where(finite, byte, E8M0_NAN).to(torch.uint8)
+    if fmt.scale is ScaleKind.FLOAT32:
+        scale = divide(a, fmt.element.max).clamp(min=INT4_SMALLEST_SCALE)
+        return torch.where(finite, scale, torch.nan).contiguous().view(torch.uint8)
+    return a.new_empty((*a.shape[:-1], 0), dtype=torch.uint8)
+
+
+def _block_scale(a: Tensor, g: Tensor, profile: Profile, m: float) -> Tensor:
+    """The profile's block rule, formula by formula as written beside the enum's members; float32."""
+    match profile.block:
+        case BlockRule.DIVIDE:
+            return divide(a, g * m)
+        case BlockRule.FOLD:
+            return a * divide(1.0, g * m)
+        case BlockRule.MAX_THEN_OUTER:
+            return divide(divide(a, m), g)
+        case BlockRule.ENCODE:
+            return divide(1.0, g) * divide(a, m)
+        case BlockRule.ENCODE_RECIPROCAL:
+            return divide(1.0, g) * (a * torch.full_like(a, 1.0 / m))
+
+
+def decode_scales(scales: Tensor, fmt: Format) -> Tensor:
+    """Raw scale bytes -> float32 [..., K/block], without the outer scale. HiF4 has its own decoder; no scale -> error."""
+    if fmt.scale is ScaleKind.E4M3:
+        return decode_e4m3(scales)
+    if fmt.scale is ScaleKind.E8M0:
+        bits = scales.to(torch.int32) << MANTISSA_BITS
+        bits = torch.where(scales == 0, 1 << (MANTISSA_BITS - 1), bits)  # 2^-127 is subnormal in float32
+        return torch.where(scales == E8M0_NAN, MAGNITUDE_MASK, bits).view(torch.float32)
+    return scales.contiguous().view(torch.float32)
+
+
+def reciprocal_of_e8m0(scales: Tensor) -> Tensor:
+    """E8M0 bytes in [0, 253] -> float32 2^(127 - byte), exact; NaN for the NaN byte."""
+    bits = (2 * EXPONENT_BIAS - scales.to(torch.int32)) << MANTISSA_BITS
+    return torch.where(scales == E8M0_NAN, MAGNITUDE_MASK, bits).view(torch.float32)
