@@ -1,0 +1,204 @@
+"""What every export format is made from: the packed expert weights of one mixture-of-experts region.
+
+A region holds two stacked parameters, gate/up and down, each with its packed form in canonical layout (gate rows
+first). Formats differ only in how they name and file these bytes, so nothing is quantized here: the codes and scales
+that the training and generation graphs compute with are the ones that are written.
+
+Invariants, checked by ``check_experts`` before a file is made:
+ - gate and up are rows of one packed tensor, so they share each expert's outer scale and the region's input scale;
+ - every outer scale is finite and positive; every block scale is a positive normal E4M3 number (engines flush
+   subnormals);
+ - for W4A4, both input scales are powers of two (engines take a maximum over experts: lossless only then).
+
+Shapes: E experts, N rows (2 I or I for gate/up, H for down), K columns; I expert width, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trace_compile.errors import ExportError, NonFiniteWeightError
+from trace_compile.ops.scheme import MoEScheme, OperandScheme
+from trace_compile.ops.weights import Packed, WeightLayout
+
+FORMAT = "nvfp4"
+"""The numeric format that checkpoints hold, a row of ``numerics.FORMATS``."""
+
+_SIGN, _EXPONENT, _NAN = 0x80, 0x78, 0x7F  # fields of an E4M3 byte
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """One stacked expert parameter.
+
+    Args:
+        name: dotted name of the parameter in the model's state dict.
+        layout: how the parameter stores the canonical ``[E, N, K]``.
+        packed: codes uint8 [E, N, K/2], scales uint8 (E4M3 bytes) [E, N, K/16], outer float32 [E].
+        input_outer: outer scale of the activations that multiply this weight, a power of two, or None if not traced.
+    """
+
+    name: str
+    layout: WeightLayout
+    packed: Packed
+    input_outer: float | None = None
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter that was packed."""
+        experts, rows, half = self.packed.codes.shape
+        return (experts, 2 * half, rows) if self.layout.transposed else (experts, rows, 2 * half)
+
+    def parameter(self) -> Tensor:
+        """Float32, in the parameter's own layout: the values that the training graph's forward multiplies with."""
+        return to_parameter_layout(self.packed.dequantize(fmt=FORMAT), self.layout)
+
+    def cpu(self) -> ExpertTensor:
+        """The same on the CPU; nothing is copied if it is there."""
+        packed = self.packed
+        return replace(self, packed=Packed(packed.codes.cpu(), packed.scales.cpu(), packed.outer.cpu()))
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Packed experts of one region.
+
+    Args:
+        region: dotted module path of the experts, as in ``model.layers.0.mlp.experts``.
+        gate_up: gate rows above up rows, or up alone where ``gated`` is false.
+        down: the projection back to the hidden size.
+        scheme: how weights were packed and how activations are quantized in training (None: they are not).
+        gated: whether gate_up holds two matrices per expert.
+    """
+
+    region: str
+    gate_up: ExpertTensor
+    down: ExpertTensor
+    scheme: MoEScheme
+    gated: bool = True
+
+    @property
+    def weight_scheme(self) -> OperandScheme:
+        """How the weights were packed. Raises ExportError where the region is not quantized."""
+        if self.scheme.weight is None:
+            raise ExportError(f"{self.region}: scheme {self.scheme.key} does not quantize weights; nothing to export")
+        return self.scheme.weight
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.packed.codes.shape[0]
+
+    def cpu(self) -> ExpertWeights:
+        """The same on the CPU; nothing is copied if it is there."""
+        return replace(self, gate_up=self.gate_up.cpu(), down=self.down.cpu())
+
+    def tensors(self) -> dict[str, ExpertTensor]:
+        """The two stacked parameters by name."""
+        return {"gate_up": self.gate_up, "down": self.down}
+
+    def projections(self) -> dict[str, tuple[ExpertTensor, slice]]:
+        """Projection name -> (stacked tensor, its rows), in the order in which engines stack them."""
+        rows = self.gate_up.packed.codes.shape[1]
+        if not self.gated:
+            return {"up": (self.gate_up, slice(0, rows)), "down": (self.down, slice(None))}
+        half = rows // 2
+        return {
+            "gate": (self.gate_up, slice(0, half)),
+            "up": (self.gate_up, slice(half, rows)),
+            "down": (self.down, slice(None)),
+        }
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One projection of one expert: codes uint8 [N, K/2], scales uint8 [N, K/16], outer float32 []."""
+
+    expert: int
+    projection: str
+    codes: Tensor
+    scales: Tensor
+    outer: Tensor
+    input_outer: float | None
+
+
+def matrices(item: ExpertWeights) -> Iterator[Matrix]:
+    """Every per-expert matrix of a region, expert by expert. Views; nothing is copied."""
+    projections = item.projections()
+    for expert in range(item.num_experts):
+        for name, (tensor, rows) in projections.items():
+            packed = tensor.packed
+            yield Matrix(
+                expert,
+                name,
+                packed.codes[expert, rows],
+                packed.scales[expert, rows],
+                packed.outer[expert],
+                tensor.input_outer,
+            )
+
+
+def to_parameter_layout(weight: Tensor, layout: WeightLayout) -> Tensor:
+    """The inverse of ``WeightLayout.canonical``: canonical [E, N, K] to the parameter's own layout."""
+    if layout.interleaved:
+        gate, up = weight.chunk(2, dim=1)
+        weight = torch.stack((gate, up), dim=2).flatten(1, 2)
+    return weight.transpose(1, 2) if layout.transposed else weight
+
+
+def check_experts(item: ExpertWeights, *, activations: bool) -> None:
+    """Refuse a region that no engine could load or that would load as something else.
+
+    Raises:
+        NonFiniteWeightError: a block scale is NaN or an outer scale is not finite.
+        ExportError: a scale is zero, negative or subnormal, the format is not NVFP4, or W4A4 is asked for without
+            ranges.
+    """
+    fmt = item.weight_scheme.fmt
+    if fmt != FORMAT:
+        raise ExportError(
+            f"{item.region}: weights are {fmt}; checkpoints hold {FORMAT}. Train with that weight format."
+        )
+    for tensor in (item.gate_up, item.down):
+        _check_scales(tensor)
+        if activations:
+            _check_input(item, tensor)
+
+
+def _check_scales(tensor: ExpertTensor) -> None:
+    scales, outer = tensor.packed.scales, tensor.packed.outer
+    nan = ((scales & _NAN) == _NAN).flatten(1).any(1) | ~torch.isfinite(outer)
+    if bool(nan.any()):
+        experts = nan.nonzero().flatten().tolist()
+        raise NonFiniteWeightError(
+            f"{tensor.name}: experts {experts} hold NaN or Inf; restore the weights, then export"
+        )
+    bad = ((scales & _SIGN) != 0) | ((scales & _EXPONENT) == 0)
+    bad_experts = bad.flatten(1).any(1) | (outer <= 0)
+    if bool(bad_experts.any()):
+        experts = bad_experts.nonzero().flatten().tolist()
+        raise ExportError(
+            f"{tensor.name}: experts {experts} have zero, negative or subnormal scales, which engines flush; "
+            "pack with profile pow2, whose block scales have a floor"
+        )
+
+
+def _check_input(item: ExpertWeights, tensor: ExpertTensor) -> None:
+    if item.scheme.act is None:
+        raise ExportError(
+            f"{item.region}: scheme {item.scheme.key} does not quantize activations; export W4A16 (activations=False)"
+        )
+    outer = tensor.input_outer
+    if outer is None:
+        raise ExportError(
+            f"{tensor.name}: no input scale. Trace first (model.trace() while generating), "
+            "or export W4A16 (activations=False)"
+        )
+    if not (math.isfinite(outer) and outer > 0 and math.frexp(outer)[0] == 0.5):
+        raise ExportError(
+            f"{tensor.name}: input scale {outer!r} is not a power of two; use the scales of traced ranges"
+        )
