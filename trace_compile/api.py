@@ -1,0 +1,108 @@
+"""``trace_compile(model)``: the one call before training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trace_compile.clone import subclass
+from trace_compile.errors import TraceCompileError
+from trace_compile.model import ATTRIBUTE, TraceCompiledModule
+from trace_compile.recipes import Recipe, get_recipe
+from trace_compile.session import Options, Session
+
+logger = logging.getLogger("trace_compile")
+
+COMPILERS = ("eager", "aot_eager", "inductor")
+
+
+def trace_compile(
+    model: nn.Module,
+    recipe: str | Recipe = "trace",
+    *,
+    strict: bool = True,
+    compiler: str | None = None,
+    last: float = 0.5,
+    max_staleness: int = 3,
+    recompute: bool = False,
+    example_inputs: Mapping[str, Any] | None = None,
+    disabled_passes: Iterable[str] = (),
+    dump_dir: str | None = None,
+) -> Any:
+    """Compile ``model`` for FP4-aware training, in place; returns the same object with the methods of its new class.
+
+    Args:
+        model: any module with mixture-of-experts blocks. Transformers models are switched to
+            ``experts_implementation="grouped_mm"``, because the eager per-expert loop cannot be captured.
+        recipe: name or ``Recipe``; see ``trace_compile.recipes``.
+        strict: every expert-shaped operation must be rewritten, else ``NoMoERegionError``; ``False`` reports the rest.
+        compiler: what compiles the rewritten graph: ``"inductor"`` (default on GPUs), ``"aot_eager"``, or ``"eager"``
+            (default on CPUs, where Inductor takes tens of seconds per graph and the expert ops dominate anyway).
+        last: share of the layers, counted from the end, whose outcome is recorded and replayed (TRACE: 0.5).
+        max_staleness: oldest record, in weight versions, that guidance may use.
+        recompute: recompute the gate/up pre-activation in the backward instead of keeping it ([T*K, 2I] per layer): one
+            more grouped GEMM per layer and step.
+        example_inputs: keyword arguments of one small forward, for models without ``dummy_inputs``; with either, the
+            model is captured now and errors show at once, else at the first forward.
+        disabled_passes: names of passes to leave out (debugging).
+        dump_dir: write each pass's graph there.
+
+    Raises:
+        UnknownRecipeError, NoMoERegionError, GraphCaptureError; each names what was found and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceCompileError(f"trace_compile takes an nn.Module, got {type(model).__name__}")
+    if ATTRIBUTE in model.__dict__:
+        raise TraceCompileError("this model went through trace_compile already; deepcopy or reload it for another recipe")
+    if not 0.0 < last <= 1.0:
+        raise TraceCompileError(f"last is the share of layers to record, 0 < last <= 1, got {last}")
+    chosen = get_recipe(recipe)
+    if compiler is None:
+        on_gpu = any(p.device.type == "cuda" for p in model.parameters())
+        compiler = "inductor" if on_gpu else "eager"
+    if compiler not in COMPILERS:
+        raise TraceCompileError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
+    options = Options(strict, compiler, last, max_staleness, recompute, tuple(disabled_passes), dump_dir)
+    _use_grouped_experts(model)
+    inputs = dict(example_inputs) if example_inputs is not None else _dummy_inputs(model)
+    original = type(model)
+    attach(model, chosen, options)
+    if inputs is not None:
+        try:
+            session: Session = model.__dict__[ATTRIBUTE]
+            session.discover(model, (), inputs)
+        except BaseException:
+            model.__class__ = original
+            del model.__dict__[ATTRIBUTE]
+            raise
+    return model
+
+
+def attach(model: nn.Module, recipe: Recipe, options: Options) -> nn.Module:
+    """Give ``model`` the compiled class and a session of its own."""
+    cls = type(model)
+    object.__setattr__(model, ATTRIBUTE, Session(model, cls, recipe, options))
+    model.__class__ = subclass(cls, TraceCompiledModule)
+    return model
+
+
+def _use_grouped_experts(model: nn.Module) -> None:
+    switch = getattr(model, "set_experts_implementation", None)
+    config = getattr(model, "config", None)
+    before = getattr(config, "_experts_implementation", None)
+    if switch is not None and before is not None and before != "grouped_mm":
+        switch("grouped_mm")
+        if before == "eager":
+            logger.warning("experts_implementation switched from 'eager' to 'grouped_mm': the loop over experts cannot be captured")
+
+
+def _dummy_inputs(model: nn.Module) -> dict[str, Any] | None:
+    """Inputs of a small forward for a transformers causal language model, else ``None``."""
+    if not hasattr(model, "dummy_inputs") or not hasattr(model, "config"):
+        return None
+    device = next(model.parameters()).device
+    return {"input_ids": torch.zeros(2, 3, dtype=torch.long, device=device), "use_cache": False}

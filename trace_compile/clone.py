@@ -1,0 +1,90 @@
+"""Module trees that share or copy their tensors.
+
+The rollout twin is a second module tree over the trainer's tensors. ``share_tree`` builds one without copying a tensor;
+``own_tensors`` then gives chosen parts copies of their own, for a twin that must stay behind the trainer (stale weights)
+or live on another device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def subclass(cls: type[nn.Module], mixin: type) -> type[nn.Module]:
+    """A subclass of ``cls`` that looks like it from outside and takes ``forward`` and more from ``mixin``.
+
+    Name, module and signature stay those of ``cls``: libraries read them (architectures in configs, accepted arguments).
+    """
+
+    @wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (mixin, cls), names | {"forward": forward})
+
+
+def share_tree(module: nn.Module, cls: type | None = None) -> nn.Module:
+    """A new module tree whose parameters and buffers are the same tensor objects as ``module``'s.
+
+    Attributes other than parameters, buffers and submodules are copied by reference; attributes that point at a
+    submodule point at the clone's submodule. ``cls`` replaces the class of the root.
+    """
+    memo: dict[int, nn.Module] = {}
+    root = _share(module, memo)
+    for old_id, new in memo.items():
+        for name, value in list(new.__dict__.items()):
+            if isinstance(value, nn.Module) and id(value) in memo and id(value) != old_id:
+                new.__dict__[name] = memo[id(value)]
+    if cls is not None:
+        root.__class__ = cls
+    return root
+
+
+def _share(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in memo:
+        return memo[id(module)]
+    clone = module.__class__.__new__(module.__class__)
+    memo[id(module)] = clone
+    clone.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        clone.__dict__[table] = copy.copy(module.__dict__[table])
+    for table in [name for name in module.__dict__ if name.endswith("_hooks") or "_hooks_" in name]:
+        clone.__dict__[table] = copy.copy(module.__dict__[table])
+    clone.__dict__["_modules"] = {
+        name: _share(child, memo) if child is not None else None for name, child in module._modules.items()
+    }
+    return clone
+
+
+@torch.no_grad()
+def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
+    """Replace every parameter and buffer of ``module`` by a copy, except the dotted names in ``skip``.
+
+    Tied parameters stay tied. Copies do not require gradients.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    for prefix, sub in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, p in sub._parameters.items():
+            if p is not None and dot + name not in skip:
+                sub._parameters[name] = copies.setdefault(id(p), nn.Parameter(p.detach().clone(), requires_grad=False))
+        for name, b in sub._buffers.items():
+            if b is not None and dot + name not in skip:
+                sub._buffers[name] = copies.setdefault(id(b), b.detach().clone())
+
+
+@torch.no_grad()
+def copy_tensors(source: nn.Module, target: nn.Module, *, skip: Container[str] = ()) -> None:
+    """Copy parameters and buffers of ``source`` into ``target`` in place (addresses stay), by dotted name."""
+    own = dict(target.named_parameters(remove_duplicate=False)) | dict(target.named_buffers(remove_duplicate=False))
+    new = dict(source.named_parameters(remove_duplicate=False)) | dict(source.named_buffers(remove_duplicate=False))
+    for name, tensor in own.items():
+        if name not in skip and tensor.data_ptr() != new[name].data_ptr():
+            tensor.copy_(new[name])

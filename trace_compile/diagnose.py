@@ -1,0 +1,144 @@
+"""How far the trainer's quantized operands are from the rollout's, site by site.
+
+Runs one training forward on given tokens, takes the inputs of the recorded sites out of the graph, and compares what
+the trainer would quantize by itself, and what it uses under its recipe, with what the rollout recorded for the same
+tokens. Everything is recomputed here from the definitions in ``numerics``; the compiled graph only supplies the inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trace_compile.errors import GuidanceError
+from trace_compile.numerics import decode_blocks, guided_blocks, outer_scale, quantize_blocks, unpack_nibbles
+from trace_compile.numerics import amax as finite_amax
+from trace_compile.runtime import Call
+from trace_compile.session import InputLog, Session
+from trace_compile.state.trace import Guidance, Trace
+
+_FMT = "nvfp4"
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One recorded site over the tokens that have a record.
+
+    Attributes:
+        region: dotted name of the experts module.
+        tokens: tokens compared.
+        mismatch_before: share of elements whose own-scale, own-rounding value differs from the rollout's.
+        mismatch_after: share of elements whose value as the recipe's trainer uses it differs from the rollout's.
+        adjacent: of the elements that differ before, the share whose rollout codeword is one of the two around the
+            trainer's own value on the rollout's scale, which guidance can therefore restore; 1.0 if none differs.
+        d_before, d_after: ||trainer operand - rollout operand|| / ||rollout operand||, before and after likewise.
+        drift: ||x_train - x_rollout|| / ||x_rollout|| of the unquantized inputs; ``None`` unless traced with inputs.
+    """
+
+    region: str
+    tokens: int
+    mismatch_before: float
+    mismatch_after: float
+    adjacent: float
+    d_before: float
+    d_after: float
+    drift: float | None
+
+
+@torch.no_grad()
+def diagnose(
+    session: Session, module: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[SiteReport, ...]:
+    """Compare one training forward on ``args``/``kwargs`` with ``trace``, which must hold whole codes.
+
+    Raises ``GuidanceError`` for a trace of mantissa bits only: a bit does not say which codeword the rollout took.
+    """
+    kinds = {site.kind for site in trace.layout.sites}
+    if kinds != {"code"}:
+        raise GuidanceError(
+            f"diagnose needs a trace of whole codes, this one has {', '.join(sorted(kinds)) or 'ranges only'}; record "
+            "with model.trace(record='code')"
+        )
+    trajectory_ids = kwargs.pop("trajectory_ids", None)
+    arguments = session.arguments(module, args, kwargs)
+    tokens = session.tracker.begin(arguments, trajectory_ids)
+    mode = replace(session.train_mode(), inputs=True)
+    call = Call(valid=tokens.valid)
+    newest, staleness = session.version, session.options.max_staleness
+    if session.guiding is not None and mode.guidance != "none":
+        call.guidance = session.guiding.lookup(tokens.keys, newest, staleness, valid=tokens.valid)
+    outputs = session.engine.run(module, mode, call, args, kwargs)
+    session.tracker.end(arguments, outputs)
+    records = trace.lookup(tokens.keys, newest, staleness, valid=tokens.valid)
+    logged = None if trace.inputs is None else _logged(trace.inputs, tokens.keys)
+    reports = []
+    for index, site in enumerate(trace.layout.sites):
+        x = call.emits["input"][site.region].float()
+        x_roll = None if logged is None else logged(site.region)
+        reports.append(_compare(session, site.region, x, x_roll, records, index))
+    return tuple(reports)
+
+
+def _compare(
+    session: Session, region: str, x: Tensor, x_roll: Tensor | None, records: Guidance, index: int
+) -> SiteReport:
+    hit = records.hit
+    guide, outer = records.site(index)[hit], records.outer[hit, index]
+    x = x[hit]
+    width = x.shape[-1]
+    codes, scales = unpack_nibbles(guide[:, : width // 2]), guide[:, width // 2 :]
+    rollout = _value(codes, scales, outer)
+
+    own_outer = outer_scale(finite_amax(x, -1), _FMT, "pow2")
+    if session.outer:
+        own_outer = session.outer[region, "gate_up"].to(x.device).expand_as(own_outer)
+    own = _value(*quantize_blocks(x, own_outer, _FMT, "pow2"), own_outer)
+
+    full = _value(guided_blocks(x, scales, outer, codes=codes, fmt=_FMT), scales, outer)
+    recipe = session.recipe
+    if recipe.train is None or recipe.train.act is None:
+        used = x
+    elif recipe.guidance == "none" or session.guiding is None:
+        used = own
+    elif recipe.guidance == "bit":
+        used = _value(guided_blocks(x, scales, outer, bits=codes & 1, fmt=_FMT), scales, outer)
+    else:
+        used = full
+    differ = own != rollout
+    norm = rollout.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return SiteReport(
+        region=region,
+        tokens=int(hit.sum()),
+        mismatch_before=_share(differ),
+        mismatch_after=_share(used != rollout),
+        adjacent=_share(full[differ] == rollout[differ]) if bool(differ.any()) else 1.0,
+        d_before=float((own - rollout).norm() / norm),
+        d_after=float((used - rollout).norm() / norm),
+        drift=None if x_roll is None else float((x - x_roll[hit]).norm() / x_roll[hit].norm().clamp_min(1e-30)),
+    )
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.float().mean()) if mask.numel() else 0.0
+
+
+def _value(codes: Tensor, scales: Tensor, outer: Tensor) -> Tensor:
+    return decode_blocks(codes, scales, _FMT, torch.float32) * outer[:, None]
+
+
+def _logged(log: InputLog, keys: Tensor) -> Any:
+    """A function region -> raw rollout inputs [T, H] in the order of ``keys`` (zeros where none was logged)."""
+    known = torch.cat(log.keys) if log.keys else torch.empty(0, dtype=torch.int64)
+    order = torch.argsort(known, stable=True)
+    known = known[order]
+    at = torch.searchsorted(known, keys.cpu()).clamp(max=max(known.numel() - 1, 0))
+    found = known[at] == keys.cpu() if known.numel() else torch.zeros(keys.numel(), dtype=torch.bool)
+
+    def rows(region: str) -> Tensor:
+        values = torch.cat(log.values[region])[order]
+        return torch.where(found[:, None], values[at], 0).to(keys.device)
+
+    return rows

@@ -1,0 +1,82 @@
+"""Runs one module through the pass pipeline: one compiled entry per mode, each with a code object of its own.
+
+Dynamo keeps its cache on the code object of the function it compiles. Two models of one class, or a trainer and its
+twin, would share that cache, its recompilation limit and each other's misses. So every (module, mode) gets a fresh copy
+of a small entry function: nothing is shared, and the number of compilations per mode can be counted and bounded.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trace_compile.capture import Backend, CompileReport, Mode
+from trace_compile.runtime import Call, GraphRuntime
+
+RECOMPILE_LIMIT = 16
+"""Graphs one mode may have: train and inference, with and without cache, lengths 0 and 1 apart; more is a bug."""
+
+
+class Engine:
+    """Compiled forwards of one module.
+
+    Args:
+        forward: the original class's forward function, taking the module first.
+        runtime: resolves feeds and receives emits.
+        compiler: what compiles the rewritten graph: ``"eager"``, ``"aot_eager"`` or ``"inductor"``.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        runtime: GraphRuntime,
+        *,
+        compiler: str,
+        disabled_passes: Iterable[str] = (),
+        dump_dir: str | None = None,
+    ) -> None:
+        self._forward = forward
+        self.runtime = runtime
+        self._options: dict[str, Any] = {
+            "compiler": compiler,
+            "disabled_passes": tuple(disabled_passes),
+            "dump_dir": dump_dir,
+        }
+        self._entries: dict[Mode, tuple[Callable[..., Any], Backend]] = {}
+
+    def run(self, module: nn.Module, mode: Mode, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``module`` in ``mode``; what the graph emits is left in ``call.emits``."""
+        entry, _ = self._entry(mode)
+        with self.runtime.calling(call), torch._dynamo.config.patch(specialize_float=True, recompile_limit=RECOMPILE_LIMIT):
+            return entry(module, *args, **kwargs)
+
+    def _entry(self, mode: Mode) -> tuple[Callable[..., Any], Backend]:
+        if mode not in self._entries:
+            backend = Backend(mode, self.runtime, **self._options)
+            compiled = torch.compile(_own_code(self._forward), backend=backend, fullgraph=True, dynamic=True)
+            self._entries[mode] = (compiled, backend)
+        return self._entries[mode]
+
+    @property
+    def reports(self) -> dict[Mode, list[CompileReport]]:
+        return {mode: backend.reports for mode, (_, backend) in self._entries.items()}
+
+    @property
+    def compile_counts(self) -> dict[Mode, int]:
+        return {mode: backend.compile_count for mode, (_, backend) in self._entries.items()}
+
+
+def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` behind a function whose code object nobody else has."""
+
+    def entry(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    own = types.FunctionType(
+        entry.__code__.replace(), entry.__globals__, entry.__name__, entry.__defaults__, entry.__closure__
+    )
+    return own

@@ -1,0 +1,77 @@
+"""``model.explain()``: what the passes did to a model, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from trace_compile.capture import CompileReport, Mode
+from trace_compile.passes.region import MoERegion, NoMatch
+
+if TYPE_CHECKING:
+    from trace_compile.session import Session
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was rewritten, what was not and why. ``print()`` shows it as tables.
+
+    Attributes:
+        recipe: name of the recipe.
+        regions: the rewritten expert regions, in graph order.
+        unmatched: expert-shaped operations that were left alone, with node and reason.
+        guided: names of the regions whose rollout outcome is replayed.
+        reports: one per compiled graph, with pass timings and lowering choices.
+        bits_per_weight: of the packed expert weights; 0 where the recipe packs none.
+    """
+
+    recipe: str
+    about: str
+    regions: tuple[MoERegion, ...]
+    unmatched: tuple[NoMatch, ...]
+    guided: frozenset[str]
+    reports: tuple[tuple[Mode, CompileReport], ...]
+
+    @classmethod
+    def of(cls, session: Session) -> Explanation:
+        reports = tuple((mode, r) for mode, rs in session.engine.reports.items() for r in rs)
+        unmatched = {str(n): n for _, report in reports for n in report.unmatched}
+        regions = session.need_regions()
+        guided = session.guided_regions() if session.recipe.guidance != "none" else frozenset()
+        recipe = session.recipe
+        return cls(recipe.name, recipe.about, regions, tuple(unmatched.values()), guided, reports)
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True)
+        with console.capture() as text:
+            console.print(self._regions())
+            console.print(self._graphs())
+            for missed in self.unmatched:
+                console.print(f"left alone: {missed}", soft_wrap=True)
+        return text.get().rstrip()
+
+    __repr__ = __str__
+
+    def _regions(self) -> Table:
+        table = Table(title=f"recipe {self.recipe}: {self.about}; {len(self.regions)} expert regions rewritten")
+        for column in ("region", "found as", "experts", "top-k", "hidden", "width", "activation", "replayed"):
+            table.add_column(column)
+        for r in self.regions:
+            replayed = "yes" if r.name in self.guided else "no"
+            sizes = (r.num_experts, r.top_k, r.hidden, r.width)
+            table.add_row(r.name, r.source, *map(str, sizes), str(r.activation), replayed)
+        return table
+
+    def _graphs(self) -> Table:
+        table = Table(title="compiled graphs")
+        for column in ("scheme", "guidance", "record", "lowered to", "passes (ms)"):
+            table.add_column(column)
+        for mode, report in self.reports:
+            scheme = mode.scheme.key if mode.scheme else "unquantized"
+            lowered = ", ".join(sorted({f"{c.op}: {c.provider} ({c.reason})" for c in report.lowering}))
+            times = ", ".join(f"{t.name} {t.seconds * 1e3:.0f}" for t in report.passes)
+            table.add_row(scheme, mode.guidance, mode.record, lowered, times)
+        return table

@@ -1,0 +1,140 @@
+"""The object users hold: their own model with a compiled forward and the methods of the train/rollout loop.
+
+``trace_compile(model)`` gives the model a subclass of its own class. Parameters, names, state dict, hooks,
+``isinstance`` and the optimizer's references stay what they were; only ``forward`` now runs the rewritten graph, and the
+methods below are there. A deep copy is compiled anew with the same options; a pickle holds the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trace_compile.diagnose import SiteReport, diagnose
+from trace_compile.errors import FingerprintMismatchError, GuidanceError
+from trace_compile.explain import Explanation
+from trace_compile.rollout import RolloutModule, make_twin
+from trace_compile.session import InputLog, Recording, RecordKind, Session
+from trace_compile.state.trace import DEFAULT_MAX_BYTES, Trace
+
+ATTRIBUTE = "_trace_compile"
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session of a model that ``trace_compile`` returned."""
+    return model.__dict__[ATTRIBUTE]
+
+
+class TraceCompiledModule(nn.Module):
+    """Mixed into the model's class by ``trace_compile``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return session_of(self).forward(self, args, kwargs)
+
+    def explain(self) -> Explanation:
+        """What was rewritten, how each op is run and why, and what was left alone. Prints as a table.
+
+        Raises ``NoMoERegionError`` if the model has not been captured yet.
+        """
+        return Explanation.of(session_of(self))
+
+    def rollout(self, *, copy: bool = False) -> RolloutModule:
+        """A generation twin with packed experts, fitted to the current weights.
+
+        Args:
+            copy: ``False`` shares every non-expert tensor with the trainer, so those follow each optimizer step at once.
+                ``True`` gives the twin its own, so that the whole policy stays what the last ``refit()`` made it.
+        """
+        return make_twin(session_of(self), self, copies=copy)  # type: ignore[return-value]
+
+    @contextmanager
+    def trace(
+        self, *, record: RecordKind | None = None, inputs: bool = False, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> Iterator[Trace]:
+        """Record what the twins do inside the ``with``: ranges, quantization outcomes of the guided layers, routing.
+
+        Args:
+            record: ``"bit"`` or ``"code"`` per element, or ``"ranges"`` alone. Default: what the recipe replays.
+            inputs: also keep the raw inputs of the recorded sites, for ``diagnose`` (large; not for training).
+            max_bytes: bound on the memory of the records.
+
+        Yields the ``Trace``. When the block ends without an error its ranges become the ones that the next ``refit()``
+        adopts. Nothing quantizes with ranges that are still being observed.
+        """
+        session = session_of(self)
+        if session.recording is not None:
+            raise GuidanceError("a trace is being recorded already; close it before opening another")
+        kind: RecordKind = record or ("ranges" if session.recipe.guidance == "none" else session.recipe.guidance)  # type: ignore[assignment]
+        trace = Trace(
+            session.layout(kind), session.fingerprint, {"name": session.recipe.name, "record": kind}, max_bytes=max_bytes
+        )
+        recording = Recording(trace, kind, inputs=InputLog() if inputs else None)
+        session.recording = recording
+        try:
+            yield trace
+        finally:
+            session.recording = None
+        trace.ranges = recording.accumulator.ranges()
+        trace.inputs = recording.inputs
+        if trace.ranges.sites:
+            session.pending_ranges = trace.ranges
+
+    def guide(self, trace: Trace | None) -> TraceCompiledModule:
+        """Let the following training forwards replay ``trace`` wherever it has a record; ``None`` ends that.
+
+        Raises ``FingerprintMismatchError`` for a trace of another model or rollout recipe, ``GuidanceError`` for one
+        that recorded no outcomes.
+        """
+        session = session_of(self)
+        if trace is not None and session.recipe.guidance != "none":
+            if trace.fingerprint != session.fingerprint:
+                raise FingerprintMismatchError(
+                    f"the trace has fingerprint {trace.fingerprint}, this model with recipe {session.recipe.name!r} has "
+                    f"{session.fingerprint}; use a trace recorded with this model's twin"
+                )
+            kinds = {site.kind for site in trace.layout.sites}
+            if kinds != {session.recipe.guidance}:
+                raise GuidanceError(
+                    f"recipe {session.recipe.name!r} replays {session.recipe.guidance!r} records, the trace has "
+                    f"{', '.join(sorted(kinds)) or 'ranges only'}; record with model.trace(record="
+                    f"{session.recipe.guidance!r}) or use trace.compact()"
+                )
+        session.guiding = trace
+        return self
+
+    def diagnose(self, trace: Trace, *args: Any, **kwargs: Any) -> tuple[SiteReport, ...]:
+        """Run one forward on the given inputs and compare each recorded site with ``trace``; see ``diagnose.diagnose``."""
+        return diagnose(session_of(self), self, trace, args, kwargs)
+
+    def export(self, path: str | os.PathLike[str], *, format: str = "compressed-tensors", **options: Any) -> Any:
+        """Write a checkpoint of the current weights as the rollout sees them; see ``export.export_model``."""
+        from trace_compile.export import export_model
+
+        return export_model(session_of(self), self, path, format=format, **options)
+
+    def refresh(self) -> None:
+        """Pack again at the next forward, for writes that autograd's version counter does not see (``param.data``)."""
+        session_of(self).weights.refresh()
+
+    def _plain(self) -> nn.Module:
+        """This model without the compiled part, over the same tensors and submodules."""
+        session = session_of(self)
+        plain = session.cls.__new__(session.cls)
+        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k != ATTRIBUTE})
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        from trace_compile.api import attach
+
+        session = session_of(self)
+        clone = copy.deepcopy(self._plain(), memo)
+        return attach(clone, session.recipe, session.options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)

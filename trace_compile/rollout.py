@@ -1,0 +1,191 @@
+"""The generation twin: the same model with packed NVFP4 experts, refitted in place from the trainer.
+
+A twin is an instance of the model's own class over the trainer's tensors (or copies of the non-expert ones), so
+``generate()`` and everything else of that class works on it. Its experts exist only as codes and scales, which change
+in one place: ``refit()``. Refit is all or nothing and keeps addresses, so compiled graphs and CUDA graphs stay valid.
+While a trace records, the twin's quantizers also hand out ranges, outcomes and routing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trace_compile.capture import Mode
+from trace_compile.clone import copy_tensors, own_tensors, share_tree, subclass
+from trace_compile.errors import GuidanceError
+from trace_compile.ops.weights import Packed
+from trace_compile.passes.region import MoERegion
+from trace_compile.runtime import Call
+from trace_compile.session import Recording, Session
+from trace_compile.state.packed import PackedWeights
+from trace_compile.tokens import TokenTracker, Tokens
+
+ATTRIBUTE = "_trace_compile_twin"
+
+
+class Twin:
+    """State of one twin.
+
+    Args:
+        session: shared with the trainer.
+        source: the trained model.
+        module: the twin's module tree.
+        copies: whether non-expert tensors are the twin's own.
+    """
+
+    def __init__(self, session: Session, source: nn.Module, module: nn.Module, copies: bool) -> None:
+        self.session = session
+        self.source = source
+        self.copies = copies
+        self.packed = PackedWeights()
+        self.engine = session.new_engine(self._packed)
+        self.tracker = TokenTracker(_eos_ids(module))
+        self.version = -1
+        scheme = session.recipe.rollout
+        self.expert_names = frozenset(
+            region.weight(which)[0].name
+            for region in (session.need_regions() if scheme is not None and scheme.weight is not None else ())
+            for which in ("w13", "w2")
+        )
+        if copies:
+            own_tensors(module, skip=self.expert_names)
+
+    def _packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+        return self.packed[region.weight(which)[0].name]
+
+    def refit(self, module: nn.Module) -> int:
+        """Pack the trainer's current weights into the twin; returns the new weights version.
+
+        Adopts the ranges of the last trace, where the recipe traces scales. Raises ``NonFiniteWeightError`` naming the
+        parameter before anything has changed.
+        """
+        session = self.session
+        if self.expert_names:
+            assert session.recipe.rollout is not None and session.recipe.rollout.weight is not None
+            params = dict(self.source.named_parameters(remove_duplicate=False))
+            weights = (region.weight(which) for region in session.need_regions() for which in ("w13", "w2"))
+            self.packed.update_all(
+                [(expert.name, params[expert.name], layout) for expert, layout in weights],
+                session.recipe.rollout.weight,
+            )
+        if self.copies:
+            copy_tensors(self.source, module, skip=self.expert_names)
+        if session.pending_ranges is not None and session.recipe.outer == "traced":
+            session.adopt_ranges(session.pending_ranges)
+            session.pending_ranges = None
+        session.version += 1
+        self.version = session.version
+        return self.version
+
+    def mode(self, recording: Recording | None) -> Mode:
+        _, scheme = self.session.recipe.schemes(traced=bool(self.session.outer))
+        if recording is None:
+            return Mode(scheme=scheme, strict=self.session.options.strict)
+        return Mode(
+            scheme=scheme,
+            record=recording.kind,
+            recorded=frozenset(site.region for site in recording.trace.layout.sites),
+            routing=True,
+            inputs=recording.inputs is not None,
+            strict=self.session.options.strict,
+        )
+
+    @torch.no_grad()
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trajectory_ids = kwargs.pop("trajectory_ids", None)
+        recording = self.session.recording
+        mode = self.mode(recording)
+        if recording is None:
+            return self.engine.run(module, mode, Call(), args, kwargs)
+        arguments = self.session.arguments(module, args, kwargs)
+        tokens = self.tracker.begin(arguments, trajectory_ids)
+        call = Call(valid=tokens.valid)
+        outputs = self.engine.run(module, mode, call, args, kwargs)
+        self.tracker.end(arguments, outputs)
+        self._store(recording, tokens, call)
+        return outputs
+
+    def _store(self, recording: Recording, tokens: Tokens, call: Call) -> None:
+        trace, emits = recording.trace, call.emits
+        layout = trace.layout
+        rows = layout.assemble(
+            [emits["record"][site.region] for site in layout.sites],
+            [emits["routing"][routing.region] for routing in layout.routings],
+        )
+        table = None
+        if layout.sites and not all(site.outer_bytes for site in layout.sites):
+            table = torch.stack([self.session.outer[site.region, site.projection] for site in layout.sites])
+        trace.append(tokens.keys, rows, self.version, table, valid=tokens.valid)
+        for region, amax in emits.get("amax", {}).items():
+            recording.accumulator.add(
+                region, amax, emits["counts"][region], emits["hist"][region], emits["saturated"][region]
+            )
+        if recording.inputs is not None:
+            recording.inputs.append(tokens.keys, tokens.valid, emits["input"])
+
+
+class RolloutModule(nn.Module):
+    """Mixed into the model's class for a twin: forward through packed experts, ``refit()``, ``generate()``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return twin.forward(self, args, kwargs)
+
+    def refit(self) -> int:
+        """See ``Twin.refit``."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return twin.refit(self)
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the packed weights: the number of refits of the session when they were packed."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return twin.version
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The class's own ``generate()``. Its private compilation of decoding is off: this forward is compiled already."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        own = getattr(super(), "generate", None)
+        if own is None:
+            raise GuidanceError(f"{twin.session.cls.__name__} has no generate(); call the twin's forward instead")
+        config = kwargs.get("generation_config")
+        if config is None:
+            kwargs.setdefault("disable_compile", True)
+        if twin.session.recording is not None and (kwargs.get("num_beams") or 1) > 1:
+            raise GuidanceError("beam search reorders caches, so its tokens cannot be named; record with sampling")
+        twin.tracker.prompt_mask = kwargs.get("attention_mask")
+        try:
+            return own(*args, **kwargs)
+        finally:
+            twin.tracker.prompt_mask = None
+
+    @contextlib.contextmanager
+    def _optimize_model_for_decode(self) -> Iterator[None]:
+        # transformers swaps the experts' spelling for decoding on GPUs; here both spellings lower to the same op.
+        yield
+
+
+def make_twin(session: Session, source: nn.Module, *, copies: bool) -> nn.Module:
+    """Build a twin of ``source`` and fit it."""
+    module = share_tree(source, cls=subclass(session.cls, RolloutModule))
+    for name in [n for n in module.__dict__ if n.startswith("_trace_compile")]:
+        del module.__dict__[name]
+    twin = Twin(session, source, module, copies)
+    object.__setattr__(module, ATTRIBUTE, twin)
+    module.eval()
+    twin.refit(module)
+    return module
+
+
+def _eos_ids(module: nn.Module) -> tuple[int, ...]:
+    config = getattr(module, "generation_config", None) or getattr(module, "config", None)
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

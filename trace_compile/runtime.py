@@ -1,0 +1,124 @@
+"""What a compiled graph needs at run time and cannot hold: packed weights, outer scales, guidance, and where records go.
+
+A graph compiled by ``capture.Backend`` has inputs beyond the model's own (feeds) and outputs beyond the model's own
+(emits). ``GraphRuntime`` resolves the first and receives the second. There is one per module (the trainer, each twin);
+what concerns a single forward call travels in a ``Call``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trace_compile.errors import GuidanceError
+from trace_compile.ops.weights import Packed
+from trace_compile.passes.region import MoERegion
+from trace_compile.state.layout import Site
+from trace_compile.state.trace import Guidance
+
+Emits = dict[str, dict[str, Tensor]]
+SiteKey = tuple[str, str]
+
+
+class OuterScales:
+    """Float32 outer scales of the activations, one per (region, projection), set from traced ranges.
+
+    Graphs hold views of tensors that are updated in place, so a refresh costs no recompilation.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[SiteKey, Tensor] = {}
+        self._stacked: dict[tuple[SiteKey, ...], Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def __getitem__(self, site: SiteKey) -> Tensor:
+        return self._values[site]
+
+    def as_dict(self) -> dict[SiteKey, Tensor]:
+        return dict(self._values)
+
+    def set(self, values: dict[SiteKey, Tensor]) -> None:
+        """Adopt new scales (float32 scalars, powers of two) for every site at once."""
+        self._values = {site: torch.as_tensor(g, dtype=torch.float32).reshape(()) for site, g in values.items()}
+        for sites, tensor in self._stacked.items():
+            tensor.copy_(torch.stack([self._values[s] for s in sites]))
+
+    def stacked(self, sites: tuple[SiteKey, ...], device: torch.device) -> Tensor:
+        """Float32 [len(sites)] on ``device``, at a stable address."""
+        if sites not in self._stacked:
+            self._stacked[sites] = torch.stack([self._values[s] for s in sites]).to(device)
+        return self._stacked[sites]
+
+
+@dataclass
+class Call:
+    """One forward call: which tokens count, what guides them, what came out.
+
+    Attributes:
+        valid: bool [T], real (not padding) tokens; ``None`` counts every token.
+        guidance: looked-up records for the T tokens, or ``None``.
+        sites: record sites in the order of the guidance rows.
+        emits: filled by the graph: kind -> region name -> tensor.
+    """
+
+    valid: Tensor | None = None
+    guidance: Guidance | None = None
+    sites: tuple[Site, ...] = ()
+    emits: Emits = field(default_factory=dict)
+
+
+class GraphRuntime:
+    """Resolves feeds and receives emits for the graphs of one module.
+
+    Args:
+        pack: returns the packed form of an expert parameter; the trainer's refreshes it when the parameter changed, a
+            twin's returns what the last refit stored.
+        outer: the shared outer scales.
+    """
+
+    def __init__(self, pack: Callable[[MoERegion, str, Tensor], Packed], outer: OuterScales, device: torch.device) -> None:
+        self._pack = pack
+        self._outer = outer
+        self._device = device
+        self._call: Call | None = None
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[Call]:
+        """Make ``call`` the current one while the graph runs."""
+        outside, self._call = self._call, call
+        try:
+            yield call
+        finally:
+            self._call = outside
+
+    @property
+    def call(self) -> Call:
+        if self._call is None:
+            raise GuidanceError("a compiled graph ran outside of its model's forward; call the model itself")
+        return self._call
+
+    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+        return self._pack(region, which, param)
+
+    def outer(self, sites: tuple[SiteKey, ...]) -> Tensor:
+        return self._outer.stacked(sites, self._device)
+
+    def valid(self, tokens: int) -> Tensor:
+        valid = self.call.valid
+        if valid is None:
+            return torch.ones(tokens, dtype=torch.bool, device=self._device)
+        return valid
+
+    def guidance(self) -> Guidance:
+        if self.call.guidance is None:
+            raise GuidanceError("a guided graph ran without guidance; call model.guide(trace) first")
+        return self.call.guidance
+
+    def emit(self, emits: Emits) -> None:
+        self.call.emits = emits

@@ -1,0 +1,222 @@
+"""What one trained model and its generation twins share: regions, recipe, scales, trace, weights version.
+
+A ``Session`` hangs on the model outside of its state dict. It decides in which mode a training forward runs and looks
+the guidance up; the twin's side is ``rollout.Twin``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trace_compile.capture import Mode
+from trace_compile.engine import Engine
+from trace_compile.errors import NoMoERegionError
+from trace_compile.ops.weights import Packed
+from trace_compile.passes.region import PROJECTIONS, MoERegion
+from trace_compile.recipes import Recipe
+from trace_compile.runtime import Call, GraphRuntime, OuterScales, SiteKey
+from trace_compile.state.layout import RecordLayout, Routing, Site
+from trace_compile.state.packed import PackedWeights
+from trace_compile.state.ranges import Ranges
+from trace_compile.state.trace import Trace
+from trace_compile.tokens import TokenTracker
+
+RecordKind = Literal["ranges", "bit", "code"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``trace_compile`` was called with; see there."""
+
+    strict: bool = True
+    compiler: str = "eager"
+    last: float = 0.5
+    max_staleness: int = 3
+    recompute: bool = False
+    disabled_passes: tuple[str, ...] = ()
+    dump_dir: str | None = None
+
+
+@dataclass
+class InputLog:
+    """Raw float32 inputs of the recorded sites by token key, for measuring drift; never used in training."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def append(self, tokens_keys: Tensor, valid: Tensor, inputs: dict[str, Tensor]) -> None:
+        self.keys.append(tokens_keys[valid].cpu())
+        for region, x in inputs.items():
+            self.values.setdefault(region, []).append(x.detach()[valid].float().cpu())
+
+
+@dataclass
+class RangeAccumulator:
+    """Running maxima and counts per region, on the device, updated in place call by call."""
+
+    totals: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, region: str, amax: Tensor, counts: Tensor, hist: Tensor, saturated: Tensor) -> None:
+        if region not in self.totals:
+            self.totals[region] = [t.detach().clone() for t in (amax, counts, hist, saturated)]
+            return
+        top, *sums = self.totals[region]
+        torch.maximum(top, amax, out=top)
+        for total, new in zip(sums, (counts, hist, saturated), strict=True):
+            total += new
+
+    def ranges(self) -> Ranges:
+        merged = Ranges.empty()
+        for region, (amax, counts, hist, saturated) in self.totals.items():
+            merged = merged.merge(Ranges.observed(region, amax, counts, hist, saturated))
+        return merged
+
+
+@dataclass
+class Recording:
+    """A trace being filled by the twins."""
+
+    trace: Trace
+    kind: RecordKind
+    accumulator: RangeAccumulator = field(default_factory=RangeAccumulator)
+    inputs: InputLog | None = None
+
+
+class Session:
+    """State of one trained model. ``cls`` is the model's own class, whose forward is compiled."""
+
+    def __init__(self, model: nn.Module, cls: type[nn.Module], recipe: Recipe, options: Options) -> None:
+        self.cls = cls
+        self.recipe = recipe
+        self.options = options
+        self.signature = inspect.signature(cls.forward)
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.regions: tuple[MoERegion, ...] = ()
+        self.outer = OuterScales()
+        self.ranges: Ranges | None = None
+        self.pending_ranges: Ranges | None = None
+        self.version = 0
+        self.guiding: Trace | None = None
+        self.recording: Recording | None = None
+        self.weights = PackedWeights()
+        self.tracker = TokenTracker()
+        self.engine = self.new_engine(self._pack_live)
+
+    def new_engine(self, pack: Callable[[MoERegion, str, Tensor], Packed]) -> Engine:
+        """An engine for the trainer or for a twin; ``pack`` says where its packed weights come from."""
+        o = self.options
+        runtime = GraphRuntime(pack, self.outer, self.device)
+        return Engine(
+            self.cls.forward, runtime, compiler=o.compiler, disabled_passes=o.disabled_passes, dump_dir=o.dump_dir
+        )
+
+    def _pack_live(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+        expert, layout = region.weight(which)
+        scheme = self.recipe.train
+        assert scheme is not None and scheme.weight is not None  # graphs without packed feeds never ask
+        return self.weights.get(expert.name, param, layout, scheme.weight)
+
+    # --- regions and sites ------------------------------------------------------------------------------------------
+
+    def discover(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture once without quantization to learn the regions. Raises what capture raises."""
+        mode = Mode(scheme=None, strict=self.options.strict)
+        with torch.no_grad():
+            self.engine.run(module, mode, Call(), args, kwargs)
+        self._learn_regions(mode)
+
+    def _learn_regions(self, mode: Mode) -> None:
+        if not self.regions and self.engine.reports[mode]:
+            self.regions = self.engine.reports[mode][0].regions
+
+    def need_regions(self) -> tuple[MoERegion, ...]:
+        if not self.regions:
+            raise NoMoERegionError(
+                "the model has not been captured yet, so its expert regions are not known; call it once, or pass "
+                "example_inputs={...} to trace_compile()"
+            )
+        return self.regions
+
+    def guided_regions(self) -> frozenset[str]:
+        """Regions whose outcome is recorded and replayed: the last ``options.last`` of them in graph order."""
+        names = [r.name for r in self.need_regions()]
+        return frozenset(names[len(names) - round(len(names) * self.options.last) :])
+
+    def sites(self) -> tuple[SiteKey, ...]:
+        return tuple((r.name, p) for r in self.need_regions() for p in PROJECTIONS)
+
+    def layout(self, kind: RecordKind) -> RecordLayout:
+        """Row layout of a trace of this model under the scales now in force."""
+        routings = tuple(Routing(r.name, r.top_k) for r in self.need_regions())
+        _, scheme = self.recipe.schemes(traced=bool(self.outer))
+        if kind == "ranges" or scheme is None or scheme.act is None:
+            return RecordLayout((), routings)
+        guided = self.guided_regions()
+        outer_bytes: Literal[0, 1] = 0 if scheme.act.outer == "traced" else 1
+        sites = (Site(r.name, "gate_up", r.hidden, kind, outer_bytes) for r in self.regions if r.name in guided)
+        return RecordLayout(tuple(sites), routings)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names expert geometry and rollout arithmetic, on which the meaning of a record depends (not the weights)."""
+        regions = self.need_regions()
+        facts = {
+            "class": self.cls.__name__,
+            "regions": [(r.name, r.num_experts, r.top_k, r.hidden, r.width, r.activation.key) for r in regions],
+            "rollout": self.recipe.rollout.key if self.recipe.rollout else "none",
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def adopt_ranges(self, ranges: Ranges) -> None:
+        """Set the outer input scales of both graphs from ``ranges``; the first time, say what they lack."""
+        sites = self.sites()
+        if self.ranges is None:
+            ranges.warn()
+        self.ranges = ranges
+        self.outer.set(dict(zip(sites, ranges.outer_scales(sites).unbind(), strict=True)))
+
+    # --- one training forward ---------------------------------------------------------------------------------------
+
+    def arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name."""
+        bound = dict(self.signature.bind_partial(module, *args, **kwargs).arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound |= bound.pop(name, {})
+        return bound
+
+    def train_mode(self) -> Mode:
+        scheme, _ = self.recipe.schemes(traced=bool(self.outer))
+        guiding = self.guiding if self.recipe.guidance != "none" else None
+        return Mode(
+            scheme=scheme,
+            guidance="none" if guiding is None else self.recipe.guidance,  # type: ignore[arg-type]
+            guided=None if guiding is None else frozenset(site.region for site in guiding.layout.sites),
+            train=True,
+            recompute=self.options.recompute,
+            strict=self.options.strict,
+        )
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The trainer's forward: guided wherever the guiding trace has a record, own rounding elsewhere."""
+        trajectory_ids = kwargs.pop("trajectory_ids", None)
+        mode = self.train_mode()
+        if mode.guidance == "none" or self.guiding is None:
+            outputs = self.engine.run(module, mode, Call(), args, kwargs)
+        else:
+            arguments = self.arguments(module, args, kwargs)
+            tokens = self.tracker.begin(arguments, trajectory_ids)
+            guidance = self.guiding.lookup(tokens.keys, self.version, self.options.max_staleness, valid=tokens.valid)
+            call = Call(valid=tokens.valid, guidance=guidance)
+            outputs = self.engine.run(module, mode, call, args, kwargs)
+            self.tracker.end(arguments, outputs)
+        self._learn_regions(mode)
+        return outputs

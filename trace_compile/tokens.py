@@ -1,0 +1,99 @@
+"""Which tokens a forward call carries, and under which keys their records lie.
+
+Training forwards name their positions from their own ids and masks. Generation sees a few new ids at a time; what came
+before is remembered per key-value cache, so that a decoded token gets the key it will have in the training batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trace_compile.errors import GuidanceError
+from trace_compile.state.prefix import PrefixState, prefix_keys
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys int64 [T] and validity bool [T] of the tokens of one call (T = batch x length, row-major)."""
+
+    keys: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """What one cache holds: the prefix state of its sequences, which of them have ended, and how many columns it has."""
+
+    state: PrefixState
+    ended: Tensor
+    columns: int
+
+
+class TokenTracker:
+    """Names tokens call by call.
+
+    Args:
+        eos_token_ids: after one of these has been fed while decoding, a sequence counts as ended and what generation
+            feeds in its place (padding) is neither hashed nor recorded.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.prompt_mask: Tensor | None = None
+        """2-D mask of the prompt where the model itself is only given a prepared 4-D one (static caches)."""
+        self._caches: weakref.WeakKeyDictionary[Any, _Cached] = weakref.WeakKeyDictionary()
+        self._pending: _Cached | None = None
+
+    def begin(self, arguments: Mapping[str, Any], trajectory_ids: Tensor | None) -> Tokens:
+        """Keys of this call's tokens from the model's own arguments (``input_ids``, masks, positions, cache).
+
+        Raises ``GuidanceError`` without token ids, and when a cache comes back that this tracker did not see filled.
+        """
+        ids = arguments.get("input_ids")
+        if ids is None:
+            raise GuidanceError(
+                "tokens are named by the ids before them, and this call has no input_ids (inputs_embeds, images?); "
+                "call with input_ids, or turn tracing and guidance off (model.guide(None))"
+            )
+        if ids.dim() == 1:
+            ids = ids[None]
+        cache = arguments.get("past_key_values")
+        filled = 0 if cache is None else int(cache.get_seq_length())
+        before = self._caches.get(cache) if filled else None
+        if filled and (before is None or before.columns != filled or before.state.total.shape[0] != ids.shape[0]):
+            raise GuidanceError(
+                f"the cache holds {filled} tokens that were not seen here, so the new ones cannot be named; start "
+                "generation inside `with model.trace()`, without beam search, assisted decoding or a prefix cache"
+            )
+        mask = arguments.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            mask = self.prompt_mask if before is None else None
+        state = None if before is None else before.state
+        if before is None:
+            ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+        else:
+            ended = before.ended
+            mask = (~ended)[:, None].expand(ids.shape) if mask is None else mask[:, -ids.shape[1] :] * ~ended[:, None]
+        # Positions tell packed sequences apart; while decoding they only repeat what the cache says.
+        positions = arguments.get("position_ids") if cache is None else None
+        keys, valid, state = prefix_keys(ids, mask, positions, trajectory_ids, start=state)
+        if before is not None and self.eos_token_ids:
+            eos = torch.tensor(self.eos_token_ids, device=ids.device)
+            ended = ended | torch.isin(ids, eos).any(1)
+        self._pending = _Cached(state, ended, filled + ids.shape[1])
+        return Tokens(keys.reshape(-1), valid.reshape(-1))
+
+    def end(self, arguments: Mapping[str, Any], outputs: Any) -> None:
+        """Remember where the sequences stand, under the cache that the model filled."""
+        cache = getattr(outputs, "past_key_values", None)
+        if cache is None:
+            cache = arguments.get("past_key_values")
+        if cache is not None and self._pending is not None:
+            self._caches[cache] = self._pending
+        self._pending = None
