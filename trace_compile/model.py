@@ -113,8 +113,8 @@ class TraceCompiledModule(nn.Module):
         return diagnose(session_of(self), self, trace, args, kwargs)
 
     def export(self, path: str | os.PathLike[str], *, format: str = "compressed-tensors", **options: Any) -> Any:
-        """Write a checkpoint of the current weights as the rollout sees them; see ``export.export_model``."""
-        from trace_compile.export import export_model
+        """Write a checkpoint of the current weights as the rollout sees them; see ``exporting.export_model``."""
+        from trace_compile.exporting import export_model
 
         return export_model(session_of(self), self, path, format=format, **options)
 
