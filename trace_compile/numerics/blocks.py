@@ -2,7 +2,7 @@
 
 Invariants (numerics contract):
   decode = element * block scale, exact in float32 (NVFP4, MXFP4, HiF4: exact in bfloat16 too); times the outer scale it is the value.
-  A block with NaN or Inf gets the NaN scale byte and magnitude codes 0; every other block is what it would be without it.
+  A block with NaN or Inf gets the NaN scale byte and magnitude codes 0 (signs kept); every other block is what it would be without it.
   Every input dtype is rounded to float32 first, so equal values give equal bytes whatever the dtype, layout or compiler.
 """
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from trace_compile.errors import BlockSizeError, OperandError
 from trace_compile.numerics import hif4
 from trace_compile.numerics.codec import (
+    EXPONENT_BIAS,
     EXPONENT_MASK,
+    MANTISSA_BITS,
     bits_of,
     decode,
     encode_magnitude,
@@ -24,6 +26,7 @@ from trace_compile.numerics.codec import (
 from trace_compile.numerics.formats import (
     E2M1,
     E4M3,
+    PROFILES,
     Choice,
     Element,
     ElementRule,
@@ -57,20 +60,19 @@ def quantize_blocks(
     if f.scale is ScaleKind.HIF4:
         return hif4.encode(x)
     g = _outer_column(x, outer, f)
-    a = block_amax(x, f.block)
+    magnitude, sign = x.abs(), sign_code(x, f.element)
+    a = block_amax(magnitude, f.block)
     scales = encode_scales(a, g, f, p)
-    codes = _encode(x, scales, g, f, p)
     if p.choice is None or f.scale is not ScaleKind.E4M3:
-        return codes, scales
+        return join_sign(_encode(magnitude, scales, g, f, p), sign, f.element), scales
     assert g is not None
+    codes = _encode(magnitude.clone(), scales, g, f, p)
     scales_4 = encode_scales(a, g, f, p, target=f.element.codebook[-2])
-    codes_4 = _encode(x, scales_4, g, f, p)
-    error_6, error_4 = (_block_error(x, c, s, g, f, p.choice) for c, s in ((codes, scales), (codes_4, scales_4)))
+    codes_4 = _encode(magnitude.clone(), scales_4, g, f, p)
+    error_6, error_4 = (_block_error(magnitude, c, s, g, f, p.choice) for c, s in ((codes, scales), (codes_4, scales_4)))
     better = error_4 < error_6
-    return (
-        torch.where(better.unsqueeze(-1), _blocks(codes_4, f.block), _blocks(codes, f.block)).flatten(-2),
-        torch.where(better, scales_4, scales),
-    )
+    codes = torch.where(better.unsqueeze(-1), _blocks(codes_4, f.block), _blocks(codes, f.block)).flatten(-2)
+    return join_sign(codes, sign, f.element), torch.where(better, scales_4, scales)
 
 
 def guided_blocks(
@@ -95,28 +97,33 @@ def guided_blocks(
         raise OperandError("guided rounding takes exactly one of codes= (full) and bits= (1-bit)")
     x = _checked(x, f)
     g = _outer_column(x, outer, f)
-    u = _scaled(x, scales, g, f, ElementRule.DIVIDE)
-    low = bracket(u.nan_to_num_(nan=0.0), f.element)
-    negative = (u < 0).view(torch.uint8)
+    u = _scaled(x.abs(), scales, g, f, PROFILES["pow2"])
+    low = bracket(u.nan_to_num_(nan=0.0), bits_of(x) >> 31, f.element)
+    negative = (x < 0).view(torch.uint8)
     if bits is not None:
         magnitude = low + ((low ^ bits) & 1)
     else:
         assert codes is not None
         same_side = (codes >> f.element.magnitude_bits) == negative
-        magnitude = low + (same_side & ((codes & E2M1.top) > low)).view(torch.uint8)
+        magnitude = low + (same_side & ((codes & f.element.top) > low)).view(torch.uint8)
     # -0.0 lies in the bracket {0, +0.5}: its sign survives only in a zero result
     sign = torch.where(magnitude == 0, sign_code(x, f.element), negative << f.element.magnitude_bits)
-    return magnitude | sign
+    return magnitude.bitwise_or_(sign)
 
 
-def bracket(u: Tensor, element: Element) -> Tensor:
-    """float32 z = clip(u) -> uint8 magnitude code k of the bracket {k, k+1}: codewords next to z, going up from a codeword."""
-    floor = -bits_of(u).lt(0).to(torch.int32)  # below 0, "up" is toward 0: step a codeword's magnitude down one ulp
-    floor = (bits_of(u.abs()) + floor).clamp_(min=0).view(torch.float32)
-    low = torch.zeros(u.shape, dtype=torch.uint8, device=u.device)
-    for codeword in element.codebook[1:-1]:
-        low += (floor >= codeword).view(torch.uint8)
-    return low
+def bracket(u: Tensor, negative: Tensor, element: Element) -> Tensor:
+    """|z| float32 (not NaN) and int32 ``negative`` (-1 where z < 0, else 0) -> uint8 k: z's bracket has magnitudes {k, k+1}.
+
+    A codeword's bracket goes up from it, so a negative codeword's goes toward 0: its magnitude is taken one ulp lower.
+    k counts codewords up to that magnitude; normal codes are the top bits of the float32, the subnormal one is its binade.
+    E2M1 only (one subnormal).
+    """
+    raw = bits_of(u) + negative
+    shift = MANTISSA_BITS - element.mantissa_bits
+    normal = (raw >> shift).sub_((EXPONENT_BIAS - element.bias) << element.mantissa_bits)
+    subnormal = raw.bitwise_right_shift_(MANTISSA_BITS).sub_(EXPONENT_BIAS - element.bias - 1)
+    low = torch.maximum(normal, subnormal)
+    return low.clamp_(0, element.top - 1).to(torch.uint8)
 
 
 def poison_scales(x: Tensor, scales: Tensor, fmt: str = "nvfp4") -> Tensor:
@@ -124,7 +131,7 @@ def poison_scales(x: Tensor, scales: Tensor, fmt: str = "nvfp4") -> Tensor:
     f = format_of(fmt)
     x = _checked(x, f)
     nan_byte = E8M0_NAN if f.scale is ScaleKind.E8M0 else E4M3.nan_from
-    return torch.where(bits_of(block_amax(x, f.block)) >= EXPONENT_MASK, nan_byte, scales).to(torch.uint8)
+    return torch.where(bits_of(block_amax(x.abs(), f.block)) >= EXPONENT_MASK, nan_byte, scales).to(torch.uint8)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, fmt: str = "nvfp4", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -145,47 +152,47 @@ def saturated(x: Tensor, outer: Tensor, fmt: str = "nvfp4", profile: str = "pow2
     return x.abs() > _outer_column(x, outer, f) * outer_bound(fmt, profile)
 
 
-def _encode(x: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: Profile) -> Tensor:
-    """Element codes of float32 x under given scale bytes: round to nearest even, saturating."""
-    u = _scaled(x, scales, g, f, p.element)
-    codes = join_sign(encode_magnitude(u.abs_(), f.element), sign_code(x, f.element), f.element)
-    if f.scale is ScaleKind.NONE:  # no block scale to carry the NaN
-        codes = torch.where(bits_of(x.abs()) >= EXPONENT_MASK, f.element.nan_from or 0, codes).to(torch.uint8)
-    return codes
+def _encode(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: Profile) -> Tensor:
+    """Magnitude codes of float32 |x| (overwritten) under given scale bytes: round to nearest even, saturating."""
+    if f.scale is not ScaleKind.NONE:
+        return encode_magnitude(_scaled(magnitude, scales, g, f, p), f.element)
+    finite = bits_of(magnitude) < EXPONENT_MASK  # no block scale to carry the NaN: the element does
+    codes = encode_magnitude(_quotient(magnitude, g), f.element)
+    return torch.where(finite, codes, f.element.nan_from or 0).to(torch.uint8)
 
 
-def _scaled(x: Tensor, scales: Tensor, g: Tensor | None, f: Format, rule: ElementRule) -> Tensor:
-    """x over its scales [..., K], a new float32 tensor; +-0 under a zero block scale and NaN under a NaN scale."""
-    if f.scale is ScaleKind.NONE:
-        return _quotient(x, g)
+def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: Profile) -> Tensor:
+    """float32 |x| (overwritten) over its scales [..., K]; NaN under a NaN scale; 0 under a zero scale of own making."""
+    blocks = _blocks(magnitude, f.block)
     if f.scale is ScaleKind.E8M0:
-        return (_blocks(x, f.block) * reciprocal_of_e8m0(scales).unsqueeze(-1)).flatten(-2)
+        return blocks.mul_(reciprocal_of_e8m0(scales).unsqueeze(-1)).flatten(-2)
     s = decode_scales(scales, f)
     if f.scale is ScaleKind.FLOAT32:  # both operands have 24 bits: a float32 quotient could round into a tie, float64's cannot
-        u = _blocks(x.double(), f.block) / s.double().unsqueeze(-1)
-        return u.round().clamp(-f.element.max, f.element.max).float().flatten(-2)
-    s = torch.where(s == 0, torch.inf, s)
-    match rule:
+        u = blocks.double() / s.double().unsqueeze(-1)
+        return u.round_().clamp_(max=f.element.max).float().flatten(-2)
+    if p.floor == 0:
+        s = torch.where(s == 0, torch.inf, s)
+    match p.element:
         case ElementRule.DIVIDE:
-            return _quotient(_blocks(x, f.block), (s * g).unsqueeze(-1)).flatten(-2)
+            return _quotient(blocks, (s * g).unsqueeze(-1)).flatten(-2)
         case ElementRule.RECIPROCAL:
             factor = divide(divide(1.0, g), s)
         case ElementRule.TWO_RECIPROCALS:
             factor = divide(1.0, s * g)
-    return (_blocks(x, f.block) * factor.unsqueeze(-1)).flatten(-2)
+    return blocks.mul_(factor.unsqueeze(-1)).flatten(-2)
 
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
-    """IEEE float32 x / y. Inductor's GPU code divides approximately, so there it goes through float64 (same bits)."""
+    """IEEE float32 x / y (x overwritten). Inductor's GPU code divides approximately: there through float64, same bits."""
     if x.is_cuda and torch.compiler.is_compiling():
         return (x.double() / y.double()).float()
-    return x / y
+    return x.div_(y)
 
 
-def _block_error(x: Tensor, codes: Tensor, scales: Tensor, g: Tensor, f: Format, choice: Choice) -> Tensor:
+def _block_error(magnitude: Tensor, codes: Tensor, scales: Tensor, g: Tensor, f: Format, choice: Choice) -> Tensor:
     """Error of one candidate per block [..., K/block], in float64 and summed by halves, so that its bits are reproducible."""
     values = _blocks(decode(codes, f.element), f.block).double() * (decode_scales(scales, f).double() * g).unsqueeze(-1)
-    error = _blocks(x, f.block) - values
+    error = _blocks(magnitude, f.block) - values
     error = error * error if choice is Choice.MSE else error.abs()
     while error.shape[-1] > 1:
         half = error.shape[-1] // 2

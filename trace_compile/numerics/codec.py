@@ -18,6 +18,10 @@ MANTISSA_BITS = 23
 EXPONENT_BIAS = 127
 MAGNITUDE_MASK = 0x7FFFFFFF
 EXPONENT_MASK = 0x7F800000  # also the bits of +Inf: larger magnitudes are NaN
+# IEEE float16 fields.
+HALF_MANTISSA_BITS = 10
+HALF_BIAS = 15
+HALF_SIGN = -(1 << 15)
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def encode_magnitude(a: Tensor, element: Element) -> Tensor:
     steps = bits_of(a.add_(magic.view(torch.float32)))
     # magic's low byte is 0, so the sum's low byte is the step count; each binade above the lowest adds 2^mantissa_bits codes
     offset = ((lowest + shift) << element.mantissa_bits) & 0xFF
-    return (steps + (magic >> shift)).to(torch.uint8).sub_(offset)
+    return magic.bitwise_right_shift_(shift).add_(steps).to(torch.uint8).sub_(offset)
 
 
 def sign_code(x: Tensor, element: Element) -> Tensor:
@@ -59,37 +63,29 @@ def join_sign(magnitude: Tensor, sign: Tensor, element: Element) -> Tensor:
     return magnitude.bitwise_or_(sign)
 
 
-def code_book(element: Element, device: torch.device) -> Tensor:
-    """float32 [2^bits]: the value of every code. Computed on ``device``: no copy from the host."""
-    code = torch.arange(1 << element.bits, dtype=torch.int32, device=device)
-    sign = code >> element.magnitude_bits
-    if element.twos_complement:
-        magnitude = torch.where(sign > 0, (1 << element.bits) - code, code)
-    else:
-        magnitude = code & ((1 << element.magnitude_bits) - 1)
-    exponent = (magnitude >> element.mantissa_bits).clamp(min=1)
-    implicit = (magnitude >> element.mantissa_bits).clamp(max=1) << element.mantissa_bits
-    if element.twos_complement:  # a uniform grid has one more code, -8, beyond the magnitudes: integers all the way
-        value = magnitude.to(torch.float32)
-    else:
-        mantissa = (magnitude & ((1 << element.mantissa_bits) - 1)) + implicit
-        value = mantissa.to(torch.float32) * power_of_two(exponent - (element.bias + element.mantissa_bits))
-    if element.inf_code is not None:
-        value = torch.where(magnitude == element.inf_code, torch.inf, value)
-    if element.nan_from is not None:
-        value = torch.where(magnitude >= element.nan_from, torch.nan, value)
-    return torch.where(sign > 0, -value, value)
-
-
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """uint8 codes [...] -> float32 values [...]. Exact."""
-    return code_book(element, codes.device).index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+    """uint8 codes [...] -> a new float32 tensor of values [...]. Exact.
+
+    The code's fields are moved into a float16's (which has room for every element's), so float16's own subnormals do the
+    work; the exponent biases differ by a power of two.
+    """
+    if element.twos_complement:
+        sign = 1 << element.magnitude_bits
+        return ((codes ^ sign).to(torch.int16) - sign).float()
+    h = codes.to(torch.int16)
+    sign = (h << (15 - element.magnitude_bits)) & HALF_SIGN
+    magnitude = (h & ((1 << element.magnitude_bits) - 1)) << (HALF_MANTISSA_BITS - element.mantissa_bits)
+    values = sign.bitwise_or_(magnitude).view(torch.float16).float()
+    values = values.mul_(2.0 ** (HALF_BIAS - element.bias))
+    if element.nan_from is not None:
+        values = torch.where(magnitude >= element.nan_from << (HALF_MANTISSA_BITS - element.mantissa_bits), torch.nan, values)
+    return values
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
     """float32 [...] -> uint8 E4M3 bytes [...]: nearest even, saturating at 448 (also from Inf), NaN -> 0x7F, sign kept."""
     code = join_sign(encode_magnitude(x.abs(), E4M3), sign_code(x, E4M3), E4M3)
-    return torch.where(x.isnan(), E4M3.nan_from, code).to(torch.uint8)
+    return torch.where(x.isnan(), E4M3.nan_from or 0, code).to(torch.uint8)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:

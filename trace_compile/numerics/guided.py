@@ -19,7 +19,7 @@ def guided_round(z: Tensor, *, q_roll: Tensor | None = None, bit: Tensor | None 
     if (q_roll is None) == (bit is None):
         raise OperandError("guided rounding takes exactly one of q_roll= (full) and bit= (1-bit)")
     z = z.float().clamp(-E2M1.max, E2M1.max)
-    low = bracket(z, E2M1)
+    low = bracket(z.abs().nan_to_num_(nan=0.0), -(z < 0).int(), E2M1)
     book = torch.tensor(E2M1.codebook, dtype=torch.float32, device=z.device)
     near, far = (torch.where(z < 0, -book[k], book[k]) for k in (low.long(), low.long() + 1))
     if q_roll is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trace_compile.numerics.codec import EXPONENT_MASK, bits_of, code_book, join_sign, pack_bits, sign_code, unpack_bits
+from trace_compile.numerics.codec import EXPONENT_MASK, bits_of, join_sign, pack_bits, sign_code, unpack_bits
+from trace_compile.numerics.codec import decode as decode_elements
 from trace_compile.numerics.formats import FORMATS, S1P2
 
 BLOCK = FORMATS["hif4"].block
@@ -67,5 +68,5 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     scale = torch.where(byte == NAN_BYTE, torch.nan, scale)
     e8, e16 = unpack_bits(quad[..., 1:2]), unpack_bits(quad[..., 2:])
     factor = scale * (1 << (e8.repeat_interleave(_WIDE // _NARROW, -1) + e16)).float()
-    values = code_book(S1P2, codes.device).index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
-    return (values.unflatten(-1, (-1, BLOCK // _NARROW, _NARROW)) * factor.unsqueeze(-1)).flatten(-3)
+    values = decode_elements(codes, S1P2).unflatten(-1, (-1, BLOCK // _NARROW, _NARROW))
+    return values.mul_(factor.unsqueeze(-1)).flatten(-3)

@@ -19,7 +19,7 @@ from trace_compile.numerics.codec import (
     MANTISSA_BITS,
     bits_of,
     decode_e4m3,
-    encode_e4m3,
+    encode_magnitude,
     power_of_two,
 )
 from trace_compile.numerics.formats import (
@@ -75,13 +75,15 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """The IEEE float32 quotient a / b of float32 operands, through float64."""
     a = a.double() if isinstance(a, Tensor) else a
     b = b.double() if isinstance(b, Tensor) else b
-    return torch.as_tensor(a / b).float()
+    quotient = a / b
+    assert isinstance(quotient, Tensor)
+    return quotient.float()
 
 
-def block_amax(x: Tensor, block: int) -> Tensor:
-    """float32 [..., K] -> float32 max |x| per block [..., K/block]; NaN or Inf exactly where the block holds one."""
-    magnitude = bits_of(x) & MAGNITUDE_MASK  # as integers, NaN > Inf > finite: no special cases
-    return magnitude.unflatten(-1, (x.shape[-1] // block, block)).amax(-1).view(torch.float32)
+def block_amax(magnitude: Tensor, block: int) -> Tensor:
+    """float32 |x| [..., K] -> its maximum per block [..., K/block]; NaN or Inf exactly where the block holds one."""
+    bits = bits_of(magnitude).unflatten(-1, (magnitude.shape[-1] // block, block))
+    return bits.amax(-1).view(torch.float32)  # as integers, NaN > Inf > finite: no special cases
 
 
 def encode_scales(a: Tensor, g: Tensor | None, fmt: Format, profile: Profile, target: float | None = None) -> Tensor:
@@ -92,11 +94,10 @@ def encode_scales(a: Tensor, g: Tensor | None, fmt: Format, profile: Profile, ta
     finite = bits_of(a) < EXPONENT_MASK
     if fmt.scale is ScaleKind.E4M3:
         assert g is not None
-        scale = _block_scale(torch.where(finite, a, 0.0), g, profile, target or fmt.element.max)
-        scale = scale.clamp(profile.floor, E4M3.max)
+        scale = _block_scale(a, g, profile, target or fmt.element.max).clamp_(min=profile.floor)
         if profile.zero_block is not None:
             scale = torch.where(a == 0, profile.zero_block, scale)
-        return encode_e4m3(torch.where(finite, scale, torch.nan))
+        return torch.where(finite, encode_magnitude(scale, E4M3), E4M3.nan_from or 0).to(torch.uint8)
     if fmt.scale is ScaleKind.E8M0:
         largest_binade = math.frexp(fmt.element.max)[1] - 1
         byte = ((bits_of(a) >> MANTISSA_BITS) - largest_binade).clamp(min=0)  # floor(log2 a) is the exponent field
