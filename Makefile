@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself (tools/setup_env.py; instant when nothing changed).
 #   make test       lints, types, and all tests that take seconds (no GPU)      make demo    train, roll out, export, on this machine
 #   make test-slow  the tests marked slow (no GPU)                              make wheel   sdist and wheel into dist/
-#   make test-gpu   the tests marked gpu, with python3's own torch if it sees one
+#   make test-gpu   the tests that need a GPU, with python3's own torch if it sees one
 PYTHON ?= python3
 BIN := .venv/bin
 # The machine's cores are spent on pytest's workers, not on threads inside each.
@@ -25,7 +25,7 @@ test: lint
 	$(BIN)/pytest -n $(WORKERS) -q
 
 test-slow: setup
-	$(BIN)/pytest -n $(WORKERS) -q -m "slow and not gpu" --durations=10
+	$(BIN)/pytest -n $(WORKERS) -q -m "slow and not gpu and not kernel" --durations=10
 
 test-gpu:
 	@bash tools/test_gpu.sh

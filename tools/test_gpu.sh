@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests marked gpu from a plain checkout, with the python3 that is there if its own torch sees a GPU (a GPU
+# Runs the tests marked gpu or kernel from a plain checkout, with the python3 that is there if its own torch sees a GPU (a GPU
 # machine often comes with torch and no package index), else in .venv. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,4 +22,4 @@ print(f"python {platform.python_version()}  torch {torch.__version__}  triton {t
 PY
 # -c, not -m pytest: the latter would put this folder first on sys.path for every process of every test.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -c 'import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))' -q -m gpu "$@"
+exec "$python" -c 'import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))' -q -m "gpu or kernel" "$@"

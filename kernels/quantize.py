@@ -1,0 +1,165 @@
+"""Quantizes rows to NVFP4: packed codes, block scales, and each row's own or a given power-of-two outer scale.
+
+Why a kernel: the torch reference makes several passes over memory; here a row is read once for its amax where it needs
+one (the second reading comes from the cache), and what is written is 4.5 bits per value. The bytes are those of
+``numerics.quantize(x, "nvfp4", profile="pow2")``, in every dtype, for every K that is a multiple of the block.
+
+Invariants: no division per element, no float8 cast, 64-bit addresses, every masked load has a value, and a row's bytes
+depend on that row alone (and the given scale): not on the batch, the tile sizes or the device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trace_compile.errors import BlockSizeError, DeviceMismatchError, LoweringError, OperandError
+from trace_compile.kernels import launch as launches
+from trace_compile.kernels import nvfp4
+from trace_compile.numerics.formats import FORMATS
+
+INTERPRETING = triton.knobs.runtime.interpret
+_FORMAT = FORMATS["nvfp4"]
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """packed uint8 [..., K/2] (low nibble = even element), scales uint8 E4M3 bytes [..., K/16], outer float32 [...].
+
+    ``outer`` has one power of two per row; where it was given for all rows at once it is that tensor, [1].
+    """
+
+    packed: Tensor
+    scales: Tensor
+    outer: Tensor
+
+
+def quantize_rows(
+    x: Tensor, outer: Tensor | None = None, *, launch: launches.QuantizeLaunch | None = None
+) -> QuantizedRows:
+    """Rows ``x [..., K]`` (bfloat16, float16 or float32) -> ``QuantizedRows``; K a multiple of 16.
+
+    ``outer``: None for each row's own scale, else float32 powers of two, one for all rows ([1] or a scalar) or one per
+    row (``x.shape[:-1]``); values beyond 6*448*outer saturate. A row whose given scale is no power of two in the
+    format's range gets NaN scale bytes. A block with NaN or Inf gets the scale byte 0x7F and zero magnitudes.
+    ``launch`` overrides the launch choice; it never changes a byte. No host synchronisation.
+
+    Raises ``BlockSizeError``, ``OperandError`` (dtype, shape), ``DeviceMismatchError``, ``LoweringError`` (no GPU).
+    """
+    k = x.shape[-1] if x.dim() else 0
+    if x.dim() == 0 or k % _FORMAT.block:
+        raise BlockSizeError(
+            f"nvfp4 needs a last dimension that is a multiple of {_FORMAT.block}, got {tuple(x.shape)}"
+        )
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise OperandError(f"quantize_rows takes bfloat16, float16 or float32, got {x.dtype}; convert first")
+    if not (x.is_cuda or INTERPRETING):
+        raise LoweringError(f"quantize_rows is a GPU kernel and x is on {x.device}; use numerics.quantize there")
+    leading = x.shape[:-1]
+    flat = x.reshape(-1, k)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    rows = flat.shape[0]
+    given, outer_stride = _outer_rows(x, outer)
+    packed = torch.empty(*leading, k // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(*leading, k // _FORMAT.block, dtype=torch.uint8, device=x.device)
+    if flat.numel() == 0:
+        return QuantizedRows(packed, scales, given.fill_(1.0) if outer is None else given)
+    plan = launch or launches.quantize_launch(rows, k, outer is None, launches.target_of(x.device))
+    grid = (triton.cdiv(rows, plan.block_m), plan.splits)
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        _quantize_nvfp4_kernel[grid](
+            flat,
+            packed,
+            scales,
+            given,
+            rows,
+            flat.stride(0),
+            outer_stride,
+            K=k,
+            OWN_OUTER=outer is None,
+            BLOCK_M=plan.block_m,
+            BLOCK_K=plan.block_k,
+            SPLITS=plan.splits,
+            num_warps=plan.num_warps,
+        )
+    return QuantizedRows(packed, scales, given)
+
+
+def _outer_rows(x: Tensor, outer: Tensor | None) -> tuple[Tensor, int]:
+    """The tensor of outer scales (yet to be written where the rows' own are wanted) and its stride from row to row."""
+    if outer is None:
+        return torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device), 1
+    if outer.device != x.device:
+        raise DeviceMismatchError(f"x is on {x.device} and its outer scale on {outer.device}: move one of them")
+    if outer.dtype != torch.float32 or (outer.numel() != 1 and outer.shape != x.shape[:-1]):
+        raise OperandError(
+            f"an outer scale is float32, one for all rows or of shape {tuple(x.shape[:-1])}; "
+            f"got {outer.dtype} of shape {tuple(outer.shape)}"
+        )
+    return outer.contiguous(), 0 if outer.numel() == 1 else 1
+
+
+@triton.jit
+def _quantize_nvfp4_kernel(
+    x_ptr,
+    packed_ptr,
+    scales_ptr,
+    outer_ptr,
+    rows,
+    x_stride,
+    outer_stride,
+    K: tl.constexpr,
+    OWN_OUTER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Grid (row tiles, splits). Program (i, j) quantizes tiles j, j + SPLITS, ... of its BLOCK_M rows."""
+    BLOCKS: tl.constexpr = BLOCK_K // nvfp4.BLOCK
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(1).to(tl.int64)
+    in_rows = row < rows
+    x_rows = x_ptr + row[:, None] * x_stride
+
+    if OWN_OUTER:
+        top = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.int32)
+        for tile in range(TILES):
+            column = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+            here = in_rows[:, None] & (column < K)[None, :]
+            x = nvfp4.to_float32(tl.load(x_rows + column[None, :], mask=here, other=0.0))
+            top = tl.maximum(top, nvfp4.finite_or_zero(nvfp4.magnitude_bits(x)))
+        exponent = nvfp4.outer_exponent(tl.max(top, axis=1))
+        outer = nvfp4.power_of_two(exponent)
+        tl.store(outer_ptr + row, outer, mask=in_rows & (split == 0))
+    else:
+        given = tl.load(outer_ptr + row * outer_stride, mask=in_rows, other=1.0)
+        exponent = nvfp4.given_exponent(given)
+        outer = nvfp4.power_of_two(exponent)
+
+    for turn in range((TILES + SPLITS - 1) // SPLITS):
+        start = (turn * SPLITS + split) * BLOCK_K
+        column = start + tl.arange(0, BLOCK_K)
+        here = in_rows[:, None] & (column < K)[None, :]
+        x = nvfp4.to_float32(tl.load(x_rows + column[None, :], mask=here, other=0.0))
+        blocks = tl.reshape(x, [BLOCK_M, BLOCKS, nvfp4.BLOCK])
+        amax = tl.max(nvfp4.magnitude_bits(blocks), axis=2)
+        scale = nvfp4.encode_scale(amax, outer[:, None])
+        if not OWN_OUTER:
+            scale = tl.where((exponent == 0)[:, None], nvfp4.SCALE_NAN, scale)
+        step = nvfp4.decode_scale(scale) * outer[:, None]
+        codes = nvfp4.encode_element(blocks, step[:, :, None])
+        low, high = tl.split(tl.reshape(codes, [BLOCK_M, BLOCK_K // 2, 2]))
+
+        block = start // nvfp4.BLOCK + tl.arange(0, BLOCKS)
+        scale_here = in_rows[:, None] & (block < K // nvfp4.BLOCK)[None, :]
+        tl.store(scales_ptr + row[:, None] * (K // nvfp4.BLOCK) + block[None, :], scale.to(tl.uint8), mask=scale_here)
+        pair = start // 2 + tl.arange(0, BLOCK_K // 2)
+        pair_here = in_rows[:, None] & (pair < K // 2)[None, :]
+        tl.store(packed_ptr + row[:, None] * (K // 2) + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=pair_here)
