@@ -50,7 +50,7 @@ def ignore_list(style: IgnoreStyle, modules: Iterable[str], packed: Iterable[str
 
 def ancestors(modules: Iterable[str]) -> set[str]:
     """Every module that contains one of ``modules``."""
-    found = set()
+    found: set[str] = set()
     for module in modules:
         parts = module.split(".")
         found.update(".".join(parts[:i]) for i in range(1, len(parts)))

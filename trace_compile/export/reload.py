@@ -62,7 +62,7 @@ def reload(
 
 
 def _dense_state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensors by name; packed matrices as bf16 weights, stacked where the model family keeps them so."""
+    """The checkpoint's tensors by name; packed matrices as bf16 weights, stacked where the family stacks them."""
     packed = checkpoint.modules() if checkpoint.format.packed else {}
     for name in sorted(checkpoint.names):
         if name.rpartition(".")[0] not in packed:
