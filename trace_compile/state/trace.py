@@ -237,25 +237,22 @@ class Trace:
         if stage is None or not stage.pieces:
             return
         keys, rows = stage.collect()
+        for run in self._runs:
+            at, found = run.find(keys)
+            if run.version == stage.version and bool(found.any()):
+                self._compare(rows[found], run.rows[at[found]], not self._same_scales(run.outer, stage.outer))
+                keys, rows = keys[~found], rows[~found]
         keys, order, later, earlier = sort_unique(keys)
         self._compare(rows[later], rows[earlier])
-
-        new = torch.ones_like(keys, dtype=torch.bool)
-        for run in self._runs:
-            if run.version == stage.version:
-                at, found = run.find(keys)
-                other_scale = not self._same_scales(run.outer, stage.outer)
-                self._compare(rows[order[found]], run.rows[at[found]], other_scale)
-                new &= ~found
         room = max(0, (self.max_bytes - sum(run.nbytes for run in self._runs)) // self.bytes_per_token)
-        chosen = new.nonzero().flatten()
-        if len(chosen) > room:
-            self._drop(len(chosen) - room)
+        if len(keys) > room:
+            self._drop(len(keys) - room)
             # The earliest rows stay, as they would have with smaller stages.
-            chosen = chosen[torch.sort(order[chosen]).indices[:room].sort().values]
-        self.counters.appended += len(chosen)
-        if len(chosen):
-            add_run(self._runs, Run(stage.version, stage.outer, keys[chosen], rows[order[chosen]]))
+            earliest = torch.sort(order).indices[:room].sort().values
+            keys, order = keys[earliest], order[earliest]
+        self.counters.appended += len(keys)
+        if len(keys):
+            add_run(self._runs, Run(stage.version, stage.outer, keys, rows[order]))
 
     def _same_scales(self, a: Tensor, b: Tensor) -> bool:
         """Whether two tables agree at the sites that use them."""
