@@ -63,6 +63,10 @@ class GuidanceError(TraceCompileError):
     """Guidance or recording was asked for where tokens cannot be identified."""
 
 
+class RefitError(TraceCompileError):
+    """A refit does not name exactly the packed weights, or their shapes changed."""
+
+
 class ExportError(TraceCompileError):
     """A checkpoint would not be loadable as it stands."""
 
