@@ -14,6 +14,7 @@ needs; graphs that differentiate therefore run both GEMMs once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,147 +24,116 @@ from .activation import Activation
 from .checks import same_device
 from .grouped import grouped_mm, grouped_sum, grouped_wgrad
 from .routing import Routing, combine, route, routing_of
-
-_OPERANDS = "Tensor x, Tensor expert_ids, Tensor gates, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2"
-_NAMES = ("x", "expert_ids", "gates", "w13", "w2", "b13", "b2")
+from .schema import custom_op, schema_of
 
 
-@torch.library.custom_op(
-    "trace_compile::moe_float_saving",
-    mutates_args=(),
-    schema=f"({_OPERANDS}, str activation, bool weight_input, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def moe_float_saving(
-    x: Tensor,
-    expert_ids: Tensor,
-    gates: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-    weight_input: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class MoEFloatOperands:
+    """Operands in schema order; see :func:`moe_float`."""
+
+    x: Tensor  # [T, H]
+    expert_ids: Tensor  # i64 [T, K]
+    gates: Tensor  # [T, K]
+    w13: Tensor  # [E, N1, H]
+    w2: Tensor  # [E, H, I]
+    b13: Tensor | None  # [E, N1]
+    b2: Tensor | None  # [E, H]
+    activation: str
+    weight_input: bool
+
+
+@dataclass(frozen=True)
+class SavingOperands(MoEFloatOperands):
+    save: bool
+
+
+@dataclass(frozen=True)
+class BackwardOperands:
+    """Operands of the backward in schema order: the forward's, and what it saved."""
+
+    dy: Tensor  # [T, H]
+    x: Tensor
+    expert_ids: Tensor
+    gates: Tensor
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    pre: Tensor  # [S, N1]
+    o: Tensor  # [S, H]
+    order: Tensor  # i64 [S]
+    offsets: Tensor  # i32 [E]
+    activation: str
+    weight_input: bool
+    need_rows: bool
+    need_w13: bool
+    need_w2: bool
+
+
+def native(p: SavingOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(y [T, H], pre [S, N1], o [S, H], order i64 [S], offsets i32 [E])``; all but y are empty without ``save``."""
-    same_device(**dict(zip(_NAMES, (x, expert_ids, gates, w13, w2, b13, b2), strict=True)))
-    tokens, top_k = expert_ids.shape
-    routing = route(expert_ids, w13.shape[0], stable=False)
-    rows, row_gates = _rows(x, gates, routing, w13.dtype, weight_input)
-    pre = _linear(rows, w13, b13, routing)
-    o = _linear(Activation.parse(activation).evaluate(pre), w2, b2, routing)
-    y = combine(o if weight_input else o * row_gates, routing, tokens, top_k).to(x.dtype)
-    if save:
+    same_device(**{name: t for name, t in vars(p).items() if isinstance(t, Tensor)})
+    tokens, top_k = p.expert_ids.shape
+    routing = route(p.expert_ids, p.w13.shape[0], stable=False)
+    rows, row_gates = _rows(p.x, p.gates, routing, p.w13.dtype, p.weight_input)
+    pre = _linear(rows, p.w13, p.b13, routing)
+    o = _linear(Activation.parse(p.activation).evaluate(pre), p.w2, p.b2, routing)
+    y = combine(o if p.weight_input else o * row_gates, routing, tokens, top_k).to(p.x.dtype)
+    if p.save:
         return y, pre, o, routing.order, routing.offsets
     return y, pre.new_empty(0), o.new_empty(0), routing.order.new_empty(0), routing.offsets.new_empty(0)
 
 
-@moe_float_saving.register_fake
-def _(
-    x: Tensor,
-    expert_ids: Tensor,
-    gates: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-    weight_input: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    same_device(**dict(zip(_NAMES, (x, expert_ids, gates, w13, w2, b13, b2), strict=True)))
-    (tokens, hidden), slots = x.shape, expert_ids.shape[0] * expert_ids.shape[1]
-    pre = (slots, w13.shape[1]) if save else (0,)
-    o = (slots, hidden) if save else (0,)
+def fake(p: SavingOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    same_device(**{name: t for name, t in vars(p).items() if isinstance(t, Tensor)})
+    (tokens, hidden), slots = p.x.shape, p.expert_ids.shape[0] * p.expert_ids.shape[1]
     return (
-        x.new_empty(tokens, hidden),
-        w13.new_empty(pre),
-        w13.new_empty(o),
-        expert_ids.new_empty(slots if save else 0),
-        expert_ids.new_empty(w13.shape[0] if save else 0, dtype=torch.int32),
+        p.x.new_empty(tokens, hidden),
+        p.w13.new_empty((slots, p.w13.shape[1]) if p.save else (0,)),
+        p.w13.new_empty((slots, hidden) if p.save else (0,)),
+        p.expert_ids.new_empty(slots if p.save else 0),
+        p.expert_ids.new_empty(p.w13.shape[0] if p.save else 0, dtype=torch.int32),
     )
 
 
-@torch.library.custom_op(
-    "trace_compile::moe_float_backward",
-    mutates_args=(),
-    schema=(
-        f"(Tensor dy, {_OPERANDS}, Tensor pre, Tensor o, Tensor order, Tensor offsets, str activation,"
-        " bool weight_input, bool need_rows, bool need_w13, bool need_w2)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-def moe_float_backward(
-    dy: Tensor,
-    x: Tensor,
-    expert_ids: Tensor,
-    gates: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    pre: Tensor,
-    o: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    activation: str,
-    weight_input: bool,
-    need_rows: bool,
-    need_w13: bool,
-    need_w2: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dx, dgates, dw13, dw2, db13, db2)``; those not needed are empty. Shapes and dtypes of the forward's inputs."""
-    tokens, top_k = expert_ids.shape
-    routing = routing_of(order, offsets, top_k)
-    rows, row_gates = _rows(x, gates, routing, w13.dtype, weight_input)
-    dweighted = dy.to(o.dtype if weight_input else torch.result_type(o, gates))[routing.token]
-    if weight_input:
-        do, drow_gates = dweighted, None
-    else:
-        do, drow_gates = (dweighted * row_gates).to(o.dtype), (dweighted * o).sum(-1)
+def native_backward(p: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dx, dgates, dw13, dw2, db13, db2)`` in the operands' shapes and dtypes; those not needed are empty."""
+    tokens, top_k = p.expert_ids.shape
+    routing = routing_of(p.order, p.offsets, top_k)
+    rows, row_gates = _rows(p.x, p.gates, routing, p.w13.dtype, p.weight_input)
+    do = p.dy.to(p.o.dtype if p.weight_input else torch.result_type(p.o, p.gates))[routing.token]
+    drow_gates = None
+    if not p.weight_input:
+        drow_gates = (do * p.o).sum(-1)
+        do = (do * row_gates).to(p.o.dtype)
     do = do.masked_fill(routing.dropped, 0)
-    h, vjp = Activation.parse(activation).evaluate_and_vjp(pre)
-    dw2 = grouped_wgrad(do, h, routing) if need_w2 else w2.new_empty(0)
-    db2 = grouped_sum(do, routing).to(b2.dtype) if b2 is not None else do.new_empty(0)
-    dpre = vjp(grouped_mm(do, w2.transpose(-2, -1), routing)).masked_fill(routing.dropped, 0)
-    dw13 = grouped_wgrad(dpre, rows, routing) if need_w13 else w13.new_empty(0)
-    db13 = grouped_sum(dpre, routing).to(b13.dtype) if b13 is not None else do.new_empty(0)
-    if not need_rows:
-        return x.new_empty(0), _to_slots(drow_gates, gates, routing), dw13, dw2, db13, db2
-    drows = grouped_mm(dpre, w13.transpose(-2, -1), routing)
-    if weight_input:
-        plain = x.to(w13.dtype)[routing.token]
-        drow_gates = (drows * plain).sum(-1).masked_fill(routing.dropped[:, 0], 0)
-        drows = (drows * row_gates).to(w13.dtype)
-    dx = _sum_by_row(drows.to(x.dtype), routing, tokens, top_k)
-    return dx, _to_slots(drow_gates, gates, routing), dw13, dw2, db13, db2
+    h, vjp = Activation.parse(p.activation).evaluate_and_vjp(p.pre)
+    dw2 = grouped_wgrad(do, h, routing) if p.need_w2 else do.new_empty(0)
+    db2 = grouped_sum(do, routing).to(p.b2.dtype) if p.b2 is not None else do.new_empty(0)
+    dpre = vjp(grouped_mm(do, p.w2.transpose(-2, -1), routing)).masked_fill(routing.dropped, 0)
+    dw13 = grouped_wgrad(dpre, rows, routing) if p.need_w13 else do.new_empty(0)
+    db13 = grouped_sum(dpre, routing).to(p.b13.dtype) if p.b13 is not None else do.new_empty(0)
+    dx = p.x.new_empty(0)
+    if p.need_rows:
+        drows = grouped_mm(dpre, p.w13.transpose(-2, -1), routing)
+        if p.weight_input:
+            drow_gates = (drows * p.x.to(p.w13.dtype)[routing.token]).sum(-1)
+            drows = (drows * row_gates).to(p.w13.dtype)
+        dx = _sum_by_row(drows.to(p.x.dtype), routing, tokens, top_k)
+    return dx, _to_slots(drow_gates, p.gates, routing), dw13, dw2, db13, db2
 
 
-@moe_float_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    expert_ids: Tensor,
-    gates: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    pre: Tensor,
-    o: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    activation: str,
-    weight_input: bool,
-    need_rows: bool,
-    need_w13: bool,
-    need_w2: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fake_backward(p: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def like(t: Tensor | None, needed: bool = True) -> Tensor:
-        return x.new_empty(0) if t is None else t.new_empty(t.shape if needed else (0,))
+        return p.w13.new_empty(0) if t is None else t.new_empty(t.shape if needed else (0,))
 
-    has_gates = need_rows or not weight_input
-    return like(x, need_rows), like(gates, has_gates), like(w13, need_w13), like(w2, need_w2), like(b13), like(b2)
+    has_gates = p.need_rows or not p.weight_input
+    dw13, dw2 = like(p.w13, p.need_w13), like(p.w2, p.need_w2)
+    return like(p.x, p.need_rows), like(p.gates, has_gates), dw13, dw2, like(p.b13), like(p.b2)
+
+
+moe_float_saving = custom_op("moe_float_saving", SavingOperands, 5, native, fake)
+moe_float_backward = custom_op("moe_float_backward", BackwardOperands, 6, native_backward, fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -179,7 +149,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if grads[0] is None:
         return (None,) * len(needs)
     need_rows = needs[0] or (needs[2] and ctx.weight_input)
-    dx, dgates, dw13, dw2, db13, db2 = torch.ops.trace_compile.moe_float_backward(
+    dx, dgates, dw13, dw2, db13, db2 = moe_float_backward(
         grads[0], *ctx.saved_tensors, ctx.activation, ctx.weight_input, need_rows, needs[3], needs[4]
     )
     found = (dx, None, dgates, dw13, dw2, db13, db2)
@@ -209,11 +179,11 @@ def moe_float(
     """
     operands = (x, expert_ids, gates, w13, w2, b13, b2)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    return torch.ops.trace_compile.moe_float_saving(*operands, activation, weight_input, save)[0]
+    return moe_float_saving(*operands, activation, weight_input, save)[0]
 
 
 _library = torch.library.Library("trace_compile", "FRAGMENT")
-_library.define(f"moe_float({_OPERANDS}, str activation, bool weight_input) -> Tensor")
+_library.define("moe_float" + schema_of(MoEFloatOperands, 1))
 _library.impl("moe_float", moe_float, "CompositeImplicitAutograd")
 
 

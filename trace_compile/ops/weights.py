@@ -1,0 +1,94 @@
+"""Expert weights: from the layouts models keep to one canonical layout, and from there to 4-bit codes.
+
+Canonical is ``[E, N, K]``: one row per output, the reduction dimension last, gate rows before up rows. Gate and up
+share one outer scale per expert because engines fuse the pair; one vectorised quantization covers all experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteWeightError, UnknownFormatError
+from ..numerics import amax, decode_blocks, format_of, outer_scale, pack_nibbles, quantize_blocks, unpack_nibbles
+from .checks import whole_blocks
+from .scheme import OperandScheme
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How a model stores an expert parameter: ``transposed`` is ``[E, K, N]``, ``interleaved`` alternates gate and up
+    along N (gate first)."""
+
+    transposed: bool = False
+    interleaved: bool = False
+
+    def canonical(self, param: Tensor) -> Tensor:
+        """``[E, N, K]``, differentiable; a view unless gate and up are interleaved."""
+        weight = param.transpose(-2, -1) if self.transposed else param
+        return _halves(weight, 1) if self.interleaved else weight
+
+    def canonical_bias(self, bias: Tensor) -> Tensor:
+        """``[E, N]`` with the gate's entries first, differentiable."""
+        return _halves(bias, 1) if self.interleaved else bias
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized expert parameter. Invariant: ``weight[e] = decode(codes[e], scales[e]) * outer[e]``, all finite."""
+
+    codes: Tensor  # u8 [E, N, K/2], even element in the low nibble
+    scales: Tensor  # u8 [E, N, K/block], raw bytes
+    outer: Tensor  # f32 [E]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.codes, self.scales, self.outer))
+
+    @property
+    def bits_per_value(self) -> float:
+        """Payload and block scales, without the outer scales: 4.5 for NVFP4."""
+        return 8 * (self.codes.nbytes + self.scales.nbytes) / (2 * self.codes.numel())
+
+    def values(self, dtype: torch.dtype, fmt: str = "nvfp4") -> Tensor:
+        """``[E, N, K]`` without the outer scales; exact in bfloat16 and float32."""
+        return decode_blocks(unpack_nibbles(self.codes), self.scales, fmt, dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, fmt: str = "nvfp4") -> Tensor:
+        """``[E, N, K]`` weights; exact in bfloat16 too where the outer scales are powers of two."""
+        return (self.values(torch.float32, fmt) * self.outer[:, None, None]).to(dtype)
+
+
+def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, name: str = "weight") -> Packed:
+    """Quantizes a whole expert parameter from its own dtype (widened to float32, which loses nothing).
+
+    ``name`` is the parameter's, for messages. Raises :class:`NonFiniteWeightError` (name, first expert, how many) and
+    :class:`BlockSizeError`, both before anything is written.
+    """
+    weight = layout.canonical(param.detach()).float()
+    fmt = format_of(scheme.fmt)
+    if fmt.element.bits != 4 or fmt.scale.bytes != 1:
+        raise UnknownFormatError(f"experts can be packed in 4-bit formats with byte scales, not {scheme.fmt!r}")
+    whole_blocks(fmt.block, **{f"{name}'s reduction dimension": weight.shape[-1]})
+    finite = torch.isfinite(weight).flatten(1)
+    if not bool(finite.all()):
+        bad = (~finite).sum(1)
+        first = int(bad.nonzero()[0, 0])
+        raise NonFiniteWeightError(
+            f"{name}: expert {first} holds {int(bad[first])} NaN or Inf values;"
+            f" {int((bad > 0).sum())} expert(s) hold some and nothing was packed. Restore the parameter first"
+        )
+    largest = amax(weight.flatten(1), -1)
+    if scheme.outer == "tensor":
+        largest = largest.amax().expand_as(largest)
+    outer = outer_scale(largest, scheme.fmt, scheme.profile).contiguous()
+    codes, scales = quantize_blocks(weight, outer[:, None], scheme.fmt, scheme.profile)
+    return Packed(pack_nibbles(codes), scales, outer)
+
+
+def _halves(t: Tensor, dim: int) -> Tensor:
+    """Even then odd entries along ``dim``."""
+    pairs = t.unflatten(dim, (-1, 2))
+    return torch.cat([pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)], dim)
