@@ -69,7 +69,9 @@ def quantize_blocks(
     codes = _encode(magnitude.clone(), scales, g, f, p)
     scales_4 = encode_scales(a, g, f, p, target=f.element.codebook[-2])
     codes_4 = _encode(magnitude.clone(), scales_4, g, f, p)
-    error_6, error_4 = (_block_error(magnitude, c, s, g, f, p.choice) for c, s in ((codes, scales), (codes_4, scales_4)))
+    error_6, error_4 = (
+        _block_error(magnitude, c, s, g, f, p.choice) for c, s in ((codes, scales), (codes_4, scales_4))
+    )
     better = error_4 < error_6
     codes = torch.where(better.unsqueeze(-1), _blocks(codes_4, f.block), _blocks(codes, f.block)).flatten(-2)
     return join_sign(codes, sign, f.element), torch.where(better, scales_4, scales)
@@ -167,7 +169,9 @@ def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: P
     if f.scale is ScaleKind.E8M0:
         return blocks.mul_(reciprocal_of_e8m0(scales).unsqueeze(-1)).flatten(-2)
     s = decode_scales(scales, f)
-    if f.scale is ScaleKind.FLOAT32:  # both operands have 24 bits: a float32 quotient could round into a tie, float64's cannot
+    if (
+        f.scale is ScaleKind.FLOAT32
+    ):  # both operands have 24 bits: a float32 quotient could round into a tie, float64's cannot
         u = blocks.double() / s.double().unsqueeze(-1)
         return u.round_().clamp_(max=f.element.max).float().flatten(-2)
     if p.floor == 0:
@@ -179,6 +183,8 @@ def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: P
             factor = divide(divide(1.0, g), s)
         case ElementRule.TWO_RECIPROCALS:
             factor = divide(1.0, s * g)
+        case ElementRule.DIVIDE_ENCODED:
+            return _quotient(blocks, divide(s, divide(1.0, g)).unsqueeze(-1)).flatten(-2)
     return blocks.mul_(factor.unsqueeze(-1)).flatten(-2)
 
 
@@ -223,7 +229,9 @@ def _outer_column(x: Tensor, outer: Tensor | None, f: Format) -> Tensor | None:
     if not f.outer:
         return None
     if outer is None:
-        raise OperandError(f"format {f.name!r} needs a float32 outer scale broadcastable to {tuple(x.shape[:-1])}, got None")
+        raise OperandError(
+            f"format {f.name!r} needs a float32 outer scale broadcastable to {tuple(x.shape[:-1])}, got None"
+        )
     lead, shape = x.shape[:-1], outer.shape
     fits = len(shape) <= len(lead) and all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(lead)))
     if not (fits or shape == (1,)) or outer.dtype != torch.float32:

@@ -78,7 +78,9 @@ def decode(codes: Tensor, element: Element) -> Tensor:
     values = sign.bitwise_or_(magnitude).view(torch.float16).float()
     values = values.mul_(2.0 ** (HALF_BIAS - element.bias))
     if element.nan_from is not None:
-        values = torch.where(magnitude >= element.nan_from << (HALF_MANTISSA_BITS - element.mantissa_bits), torch.nan, values)
+        values = torch.where(
+            magnitude >= element.nan_from << (HALF_MANTISSA_BITS - element.mantissa_bits), torch.nan, values
+        )
     return values
 
 

@@ -147,7 +147,8 @@ class ElementRule(Enum):
 
     DIVIDE = "x / (s*g)"  # the correctly rounded quotient x/g/s when g is a power of two
     RECIPROCAL = "x * ((1/g) / s)"
-    TWO_RECIPROCALS = "x * (1 / (s * g))"
+    TWO_RECIPROCALS = "x * (1 / (s*g))"
+    DIVIDE_ENCODED = "x / (s / (1/g))"
 
 
 class Choice(Enum):
@@ -159,14 +160,18 @@ class Choice(Enum):
 
 @dataclass(frozen=True)
 class Profile:
-    """The rule from amax to bytes. ``floor``: smallest block scale; ``zero_block``: scale of an all-zero block, None = floor."""
+    """The rule from amax to bytes.
+
+    ``floor``: the smallest block scale. ``zero_scale``: what replaces the scale of an all-zero block, or one that rounds to
+    zero; None: nothing does. ``scale_bound``: block scale of the block that holds amax. ``choice``: four over six.
+    """
 
     name: str
     outer: OuterRule
     block: BlockRule
     element: ElementRule
     floor: float
-    zero_block: float | None = None
+    zero_scale: float | None = None
     scale_bound: float = E4M3.max
     choice: Choice | None = None
 
@@ -185,11 +190,15 @@ PROFILES: dict[str, Profile] = {
         Profile("pow2", _POW2, BlockRule.DIVIDE, ElementRule.DIVIDE, _NORMAL),
         Profile("fp32", _QUOTIENT, BlockRule.FOLD, ElementRule.DIVIDE, 0.0),
         Profile("four_over_six", _QUOTIENT, BlockRule.DIVIDE, ElementRule.DIVIDE, 0.0, None, _HALF_RANGE, Choice.MSE),
-        Profile("four_over_six_mae", _QUOTIENT, BlockRule.DIVIDE, ElementRule.DIVIDE, 0.0, None, _HALF_RANGE, Choice.MAE),
-        Profile("pow2_four_over_six", _POW2, BlockRule.DIVIDE, ElementRule.DIVIDE, _NORMAL, None, _HALF_RANGE, Choice.MSE),
+        Profile(
+            "four_over_six_mae", _QUOTIENT, BlockRule.DIVIDE, ElementRule.DIVIDE, 0.0, None, _HALF_RANGE, Choice.MAE
+        ),
+        Profile(
+            "pow2_four_over_six", _POW2, BlockRule.DIVIDE, ElementRule.DIVIDE, _NORMAL, None, _HALF_RANGE, Choice.MSE
+        ),
         Profile("torchao", _QUOTIENT, BlockRule.MAX_THEN_OUTER, ElementRule.RECIPROCAL, _NORMAL),
         Profile("modelopt", _QUOTIENT, BlockRule.DIVIDE, ElementRule.DIVIDE, _SMALLEST, 1.0),
-        Profile("compressed_tensors", _QUOTIENT, BlockRule.ENCODE, ElementRule.DIVIDE, 0.0, 0.125),
+        Profile("compressed_tensors", _QUOTIENT, BlockRule.ENCODE, ElementRule.DIVIDE_ENCODED, 0.0, 0.125),
         Profile("vllm", _QUOTIENT, BlockRule.ENCODE_RECIPROCAL, ElementRule.TWO_RECIPROCALS, 0.0),
     )
 }

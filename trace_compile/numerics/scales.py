@@ -95,9 +95,10 @@ def encode_scales(a: Tensor, g: Tensor | None, fmt: Format, profile: Profile, ta
     if fmt.scale is ScaleKind.E4M3:
         assert g is not None
         scale = _block_scale(a, g, profile, target or fmt.element.max).clamp_(min=profile.floor)
-        if profile.zero_block is not None:
-            scale = torch.where(a == 0, profile.zero_block, scale)
-        return torch.where(finite, encode_magnitude(scale, E4M3), E4M3.nan_from or 0).to(torch.uint8)
+        byte = encode_magnitude(scale, E4M3)
+        if profile.zero_scale is not None:
+            byte = torch.where((a == 0) | (byte == 0), E4M3.codebook.index(profile.zero_scale), byte)
+        return torch.where(finite, byte, E4M3.nan_from or 0).to(torch.uint8)
     if fmt.scale is ScaleKind.E8M0:
         largest_binade = math.frexp(fmt.element.max)[1] - 1
         byte = ((bits_of(a) >> MANTISSA_BITS) - largest_binade).clamp(min=0)  # floor(log2 a) is the exponent field
