@@ -1,0 +1,174 @@
+"""One arm of the comparison: a trainer under one recipe, and the rollout twin that lags behind it.
+
+The demo's only contact with the library under test. Everything an arm does goes through the public interface: compile,
+twin, trace, guide, refit, diagnose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trace_compile.api import trace_compile
+from trace_compile.demo.grpo import GapStats, gap_stats, group_advantages, policy_loss
+from trace_compile.demo.presets import Preset
+from trace_compile.demo.rollouts import Rollouts, TrainBatch, sample, token_log_probs, train_batch
+from trace_compile.demo.task import Problem
+from trace_compile.recipes import Recipe, get_recipe
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A batch of rollouts, what was recorded with it, and the trainer's optimizer step that its weights come from."""
+
+    rollouts: Rollouts
+    trace: Any | None
+    guidance: Any | None
+    version: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Means over the recorded sites; see ``diagnose.SiteReport``. None where the arm quantizes nothing."""
+
+    mismatch_before: float | None = None
+    mismatch_after: float | None = None
+    adjacent: float | None = None
+    drift: float | None = None
+    distance: float | None = None
+
+
+class MasterAdamW:
+    """AdamW on float32 masters of the parameters (the parameters themselves where those are float32 already).
+
+    Steps of a bfloat16 parameter at a learning rate of 1e-5 would be lost in rounding. Gradient norm is clipped to 1.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
+        self._parameters = parameters
+        self._masters = [p if p.dtype == torch.float32 else p.detach().float() for p in parameters]
+        self._adamw = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of masters and parameters; clears the gradients."""
+        for parameter, master in zip(self._parameters, self._masters):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._adamw.step()
+        for parameter, master in zip(self._parameters, self._masters):
+            if master is not parameter:
+                parameter.copy_(master)
+            parameter.grad = None
+
+
+class Arm:
+    """A trainer and its rollout twin under the recipe ``name``. ``model`` is compiled in place and is the arm's."""
+
+    def __init__(self, name: str, model: nn.Module, preset: Preset) -> None:
+        self.name = name
+        self.recipe: Recipe = get_recipe(name)
+        self.preset = preset
+        self.model = trace_compile(model, recipe=self.recipe)
+        self.twin = self.model.rollout(copy=True)
+        self.updates = 0
+        self._fitted = 0
+        self._optimizer: MasterAdamW | None = None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the rollout quantizes activations, so that there are outcomes to compare."""
+        return self.recipe.rollout is not None and self.recipe.rollout.act is not None
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Back to ``weights`` on both sides, with a fresh optimizer; what is compiled stays."""
+        self.load(weights)
+        self._optimizer = MasterAdamW(list(self.model.parameters()), self.preset.rl.learning_rate)
+        self.updates = 0
+        self.refit()
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Put ``weights`` into the trainer, in place; the twin keeps its own."""
+        self.model.load_state_dict(weights)
+
+    def refit(self) -> None:
+        """Bring the twin up to the trainer."""
+        self.twin.refit()
+        self._fitted = self.updates
+
+    def generate(self, problems: list[Problem], seed: int, forced: Tensor | None = None) -> Generated:
+        """Sample one response to each problem from the twin while recording; the same ``seed`` draws the same numbers.
+
+        ``forced`` i64 ``[B, R]``: responses to score instead of sampling, through the same decoding.
+        """
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        # Whole codes and raw inputs are kept to measure with; training replays no more than the recipe's own record.
+        with self.model.trace(record="code" if self.quantizes else "ranges", inputs=True) as trace:
+            rollouts = sample(self.twin, self.preset.task, problems, self.preset.device, forced=forced)
+        guidance = None
+        if self.recipe.guidance != "none":
+            guidance = trace.compact() if self.recipe.guidance == "bit" else trace
+        return Generated(rollouts, trace, guidance, self._fitted, time.perf_counter() - start)
+
+    def batches(self, generated: Generated, advantages: Tensor, shuffle: torch.Generator) -> list[TrainBatch]:
+        """The rollouts in shuffled micro-batches."""
+        rows = torch.randperm(len(advantages), generator=shuffle).to(self.preset.device)
+        return [train_batch(generated.rollouts, advantages, part) for part in rows.chunk(self.preset.rl.microbatches)]
+
+    @torch.no_grad()
+    def score(self, generated: Generated, batches: list[TrainBatch]) -> list[Tensor]:
+        """The trainer's log-probabilities of the rollouts' tokens, f32 ``[b, L]`` per micro-batch, guided if it is."""
+        self.model.guide(generated.guidance)
+        return [token_log_probs(self.model, batch) for batch in batches]
+
+    def step(self, generated: Generated, shuffle: torch.Generator) -> tuple[GapStats, Alignment]:
+        """One GRPO step on ``generated``; returns how the trainer before the step compares with the rollout."""
+        rl = self.preset.rl
+        assert self._optimizer is not None, "restart() comes first"
+        advantages = group_advantages(generated.rollouts.rewards, rl.group_size)
+        batches = self.batches(generated, advantages, shuffle)
+        tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+        old = self.score(generated, batches)
+        alignment = self.align(generated, batches)
+        for batch, before in zip(batches, old):
+            new = token_log_probs(self.model, batch)
+            rollout, weight = batch.rollout_log_probs, batch.advantages
+            loss = policy_loss(new, before, rollout, weight, batch.loss_mask, clip=rl.clip, truncate=rl.truncate)
+            (loss / tokens).backward()
+        self._optimizer.step()
+        self.updates += 1
+        return self.gap(batches, old), alignment
+
+    def gap(self, batches: list[TrainBatch], scores: list[Tensor]) -> GapStats:
+        """Statistics of ``log pi_train - log pi_rollout`` over all sampled tokens."""
+        gaps = [(score - batch.rollout_log_probs)[batch.loss_mask] for batch, score in zip(batches, scores)]
+        return gap_stats(torch.cat(gaps), self.preset.rl.truncate)
+
+    def align(self, generated: Generated, batches: list[TrainBatch]) -> Alignment:
+        """How far the trainer's operands are from the recorded ones, with the guidance of ``generated`` in force."""
+        if not self.quantizes:
+            return Alignment()
+        self.model.guide(generated.guidance)
+        reports = [
+            report
+            for batch in batches
+            for report in self.model.diagnose(
+                generated.trace, input_ids=batch.ids, attention_mask=batch.attention, use_cache=False
+            )
+        ]
+
+        def mean(name: str) -> float:
+            values = [float(getattr(report, name)) for report in reports]
+            return sum(values) / len(values)
+
+        return Alignment(
+            mean("mismatch_before"), mean("mismatch_after"), mean("adjacent"), mean("drift"), mean("d_after")
+        )
