@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trace_compile.capture import Backend, CompileReport, Mode
+from trace_compile.capture import Backend, CompileReport
+from trace_compile.passes.mode import Mode
 from trace_compile.runtime import Call, GraphRuntime
 
 RECOMPILE_LIMIT = 16

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from trace_compile.capture import CompileReport, Mode
+from trace_compile.capture import CompileReport
+from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import MoERegion, NoMatch
 
 if TYPE_CHECKING:

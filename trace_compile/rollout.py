@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trace_compile.capture import Mode
+from trace_compile.passes.mode import Mode
 from trace_compile.clone import copy_tensors, own_tensors, share_tree, subclass
 from trace_compile.errors import GuidanceError
 from trace_compile.ops.weights import Packed
@@ -43,20 +43,27 @@ class Twin:
         self.source = source
         self.copies = copies
         self.packed = PackedWeights()
+        self.experts: dict[str, Packed] = {}
         self.engine = session.new_engine(self._packed)
         self.tracker = TokenTracker(_eos_ids(module))
         self.version = -1
         scheme = session.recipe.rollout
-        self.expert_names = frozenset(
-            region.weight(which)[0].name
-            for region in (session.need_regions() if scheme is not None and scheme.weight is not None else ())
-            for which in ("w13", "w2")
-        )
+        if scheme is not None and scheme.weight is not None:
+            masters = self.masters()
+            for region in session.need_regions():
+                for which in ("w13", "w2"):
+                    expert, layout = region.weight(which)
+                    self.experts[expert.name] = self.packed.get(
+                        expert.name, masters[expert.name], layout, scheme.weight
+                    )
         if copies:
-            own_tensors(module, skip=self.expert_names)
+            own_tensors(module, skip=self.experts)
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return dict(self.source.named_parameters(remove_duplicate=False))
 
     def _packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
-        return self.packed[region.weight(which)[0].name]
+        return self.experts[region.weight(which)[0].name]
 
     def refit(self, module: nn.Module) -> int:
         """Pack the trainer's current weights into the twin; returns the new weights version.
@@ -65,16 +72,11 @@ class Twin:
         parameter before anything has changed.
         """
         session = self.session
-        if self.expert_names:
-            assert session.recipe.rollout is not None and session.recipe.rollout.weight is not None
-            params = dict(self.source.named_parameters(remove_duplicate=False))
-            weights = (region.weight(which) for region in session.need_regions() for which in ("w13", "w2"))
-            self.packed.update_all(
-                [(expert.name, params[expert.name], layout) for expert, layout in weights],
-                session.recipe.rollout.weight,
-            )
+        if self.experts:
+            masters = self.masters()
+            self.packed.update_all({name: masters[name] for name in self.experts})
         if self.copies:
-            copy_tensors(self.source, module, skip=self.expert_names)
+            copy_tensors(self.source, module, skip=self.experts)
         if session.pending_ranges is not None and session.recipe.outer == "traced":
             session.adopt_ranges(session.pending_ranges)
             session.pending_ranges = None
@@ -88,7 +90,7 @@ class Twin:
             return Mode(scheme=scheme, strict=self.session.options.strict)
         return Mode(
             scheme=scheme,
-            record=recording.kind,
+            record="none" if scheme is None else recording.kind,
             recorded=frozenset(site.region for site in recording.trace.layout.sites),
             routing=True,
             inputs=recording.inputs is not None,

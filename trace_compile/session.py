@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trace_compile.capture import Mode
+from trace_compile.passes.mode import Mode
 from trace_compile.engine import Engine
 from trace_compile.errors import NoMoERegionError
 from trace_compile.ops.weights import Packed
