@@ -112,7 +112,12 @@ def test_content_and_folder_are_flushed_before_and_after_the_rename(tmp_path, mo
         real_sync(handle)
 
     monkeypatch.setattr(files.os, "fsync", sync)
-    monkeypatch.setattr(files.os, "replace", lambda *a: (calls.append("rename"), real_replace(*a)))
+
+    def replace(*paths):
+        calls.append("rename")
+        real_replace(*paths)
+
+    monkeypatch.setattr(files.os, "replace", replace)
     atomic_save_safetensors({"x": torch.ones(2)}, tmp_path / "x")
     assert calls == ["file", "rename", "folder"]
 

@@ -34,8 +34,9 @@ def reference(ids: list[int], trajectory: int | None = None) -> list[int]:
     return keys
 
 
-def keys_of(ids: list[int], **kwargs: torch.Tensor) -> list[int]:
-    return prefix_keys(torch.tensor([ids], dtype=torch.int64), **kwargs)[0][0].tolist()
+def keys_of(ids: list[int], trajectory: int | None = None) -> list[int]:
+    named = None if trajectory is None else torch.tensor([trajectory])
+    return prefix_keys(torch.tensor([ids], dtype=torch.int64), trajectory_ids=named)[0][0].tolist()
 
 
 def test_splitmix64_known_values():
@@ -56,8 +57,7 @@ def test_splitmix64_known_values():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.none() | st.integers(0, 2**40))
 def test_exact_values(ids, trajectory):
-    extra = {} if trajectory is None else {"trajectory_ids": torch.tensor([trajectory])}
-    assert keys_of(ids, **extra) == reference(ids, trajectory)
+    assert keys_of(ids, trajectory) == reference(ids, trajectory)
 
 
 def test_padding_on_either_side_changes_nothing():
@@ -268,11 +268,11 @@ def test_cuda_gives_the_same_keys_without_a_synchronisation():
     positions = torch.arange(300).remainder(70).expand(8, 300)
     trajectories = torch.arange(8)
     expected = prefix_keys(ids, mask, positions, trajectories)
-    moved = [x.cuda() for x in (ids, mask, positions, trajectories)]
-    prefix_keys(*moved)
+    ids, mask, positions, trajectories = (x.cuda() for x in (ids, mask, positions, trajectories))
+    prefix_keys(ids, mask, positions, trajectories)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        keys, valid, state = prefix_keys(*moved)
+        keys, valid, state = prefix_keys(ids, mask, positions, trajectories)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(keys.cpu(), expected[0]) and torch.equal(valid.cpu(), expected[1])

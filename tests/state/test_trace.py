@@ -46,7 +46,7 @@ def test_a_rollout_is_found_by_a_reshuffled_padded_trainer():
     where = layout()
     trace = store(where)
     prompts, masks = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    recorded = {}
+    recorded: dict[int, torch.Tensor] = {}
     state, tokens, mask = None, prompts, masks
     for step in range(3):
         keys, valid, state = prefix_keys(tokens, mask, start=state)

@@ -1,0 +1,167 @@
+"""The packed weights: 4-bit copies of expert parameters that follow their masters.
+
+One entry per (parameter name, layout, scheme). The training forward asks for it at every step; it is packed again only
+when the parameter changed. A rollout is refitted as a whole: everything is packed beside the old weights and checked,
+and only then copied over them.
+
+Invariants
+- Addresses are stable: an entry's tensors are allocated once and then copied into (CUDA graphs and engines hold them),
+  unless shape or device changed.
+- An entry is never half-written: packing refuses non-finite weights before anything is copied.
+- Nothing but codes and scales is kept: 4.5 bits per weight for NVFP4, plus one float32 per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from trace_compile.errors import RefitError
+from trace_compile.ops.scheme import OperandScheme
+from trace_compile.ops.weights import Packed, WeightLayout, pack_experts
+
+
+@dataclass(frozen=True, eq=False)
+class _Stamp:
+    """Which content an entry was packed from: the memory, how the parameter views it, and its version counter.
+
+    The weak reference keeps the storage's identity (not its memory) alive, so that a new parameter in the place of a
+    freed one, with the same address and version, is not taken for it.
+    """
+
+    storage: StorageWeakRef
+    view: tuple[object, ...]
+
+    @classmethod
+    def of(cls, param: Tensor) -> _Stamp:
+        version = None if param.is_inference() else param._version  # inference tensors have no version counter
+        view = (param.data_ptr(), tuple(param.shape), param.stride(), param.dtype, param.device, version)
+        return cls(StorageWeakRef(param.untyped_storage()), view)
+
+    def same(self, other: _Stamp) -> bool:
+        return self.storage.cdata == other.storage.cdata and self.view == other.view
+
+
+@dataclass
+class _Entry:
+    packed: Packed
+    stamp: _Stamp | None
+    """None: pack again at the next use."""
+
+
+_Key = tuple[str, WeightLayout, OperandScheme]
+
+
+class PackedWeights:
+    """The cache. Not safe for threads that pack the same parameter at the same time."""
+
+    def __init__(self) -> None:
+        self._entries: dict[_Key, _Entry] = {}
+        self.pack_count = 0
+        """Parameters packed so far."""
+
+    def get(self, name: str, param: Tensor, layout: WeightLayout, scheme: OperandScheme) -> Packed:
+        """The packed form of ``param`` [E, N, K] (in its ``layout``), packed again if it changed since the last call.
+
+        A change is seen in the version counter, the storage, the shape or the strides. Writes that hide from all of
+        them (through ``.data``, through other tensors on the same memory, in other processes) need ``refresh``.
+        Raises ``NonFiniteWeightError`` naming the parameter; the entry then keeps its old content.
+        """
+        key = (name, layout, scheme)
+        stamp = _Stamp.of(param)
+        entry = self._entries.get(key)
+        if entry is not None and entry.stamp is not None and entry.stamp.same(stamp):
+            return entry.packed
+        packed = self._pack(key, param)
+        if entry is None or not _fits(entry.packed, packed) or entry.packed.codes.device != packed.codes.device:
+            entry = self._entries[key] = _Entry(packed, stamp)
+        else:
+            _write(entry, packed, stamp)
+        return entry.packed
+
+    def refresh(self, names: Iterable[str] | None = None) -> None:
+        """Has the named parameters (None: all) packed again at their next use. ``RefitError`` for names it lacks."""
+        chosen = self.names if names is None else set(names)
+        self._check_known(chosen)
+        for (name, _, _), entry in self._entries.items():
+            if name in chosen:
+                entry.stamp = None
+
+    def update_all(self, masters: Mapping[str, Tensor], *, force: bool = False) -> None:
+        """Packs every entry from ``masters`` now, all or nothing.
+
+        Masters may lie on another device than the entries, which stay where they are. Entries whose master did not
+        change are skipped unless ``force``. While it runs it takes a second copy of the entries that change.
+        Raises ``RefitError`` when the names are not exactly those of the entries or a shape differs, and
+        ``NonFiniteWeightError``; in either case no entry changed.
+        """
+        self._check_known(masters)
+        missing = sorted(self.names - masters.keys())
+        if missing:
+            raise RefitError(f"the refit lacks {missing}: packed weights of different steps must not be mixed")
+        staged = []
+        for key, entry in self._entries.items():
+            param = masters[key[0]]
+            stamp = _Stamp.of(param)
+            if force or entry.stamp is None or not entry.stamp.same(stamp):
+                packed = self._pack(key, param)
+                if not _fits(entry.packed, packed):
+                    raise RefitError(
+                        f"{key[0]} was packed from {list(_shape(entry.packed))} and is now {list(_shape(packed))}; "
+                        "build the rollout again for another model"
+                    )
+                staged.append((entry, packed, stamp))
+        for entry, packed, stamp in staged:
+            _write(entry, packed, stamp)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _, _ in self._entries}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.packed.nbytes for entry in self._entries.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight over all entries, outer scales included; 0 without entries."""
+        weights = sum(_shape(entry.packed).numel() for entry in self._entries.values())
+        return 8 * self.nbytes / max(weights, 1)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _pack(self, key: _Key, param: Tensor) -> Packed:
+        name, layout, scheme = key
+        with torch.inference_mode(False), torch.no_grad():  # a rollout's first use must not make inference tensors
+            packed = pack_experts(param, layout, scheme, name=name)
+        self.pack_count += 1
+        return packed
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        unknown = sorted(set(names) - self.names)
+        if unknown:
+            raise RefitError(f"no packed weights are named {unknown}; there are {sorted(self.names)}")
+
+
+def _write(entry: _Entry, packed: Packed, stamp: _Stamp) -> None:
+    """Copies ``packed``, from any device, into the entry's tensors."""
+    with torch.inference_mode(False), torch.no_grad():
+        for part in fields(Packed):
+            getattr(entry.packed, part.name).copy_(getattr(packed, part.name))
+    entry.stamp = stamp
+
+
+def _fits(old: Packed, new: Packed) -> bool:
+    return all(getattr(old, part.name).shape == getattr(new, part.name).shape for part in fields(Packed))
+
+
+def _shape(packed: Packed) -> torch.Size:
+    """[E, N, K] of the weights behind packed codes [E, N, K/2]."""
+    *outer, half = packed.codes.shape
+    return torch.Size((*outer, 2 * half))
