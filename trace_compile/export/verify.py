@@ -243,10 +243,10 @@ def _scales(
                     if inputs.setdefault((region, projection), scale) != scale:
                         problems.append(f"{name} differs from the input scale of the other experts")
     for (region, expert), values in outers.items():
-        if "gate" in values and values["gate"] != values["up"]:
+        if {"gate", "up"} <= values.keys() and values["gate"] != values["up"]:
             problems.append(f"{region}: outer scales of gate and up of expert {expert} differ: {values}")
     for region in {region for region, _ in inputs}:
-        if (region, "gate") in inputs and inputs[region, "gate"] != inputs[region, "up"]:
+        if inputs.get((region, "gate"), inputs.get((region, "up"))) != inputs.get((region, "up")):
             problems.append(f"{region}: input scales of gate and up differ")
     return problems
 
