@@ -1,0 +1,92 @@
+"""Extra inputs and outputs of a graph: what each region reads from and hands to the runtime.
+
+Feeds are placeholders behind the model's own inputs, emits are results behind the model's own results, both in the
+order of ``gm.meta["feeds"]`` and ``gm.meta["emits"]``. Regions inside checkpointed subgraphs are reached through the
+operands and results of the calls in between, so a checkpoint's recomputation emits nothing a second time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import GuidanceError
+from ..ops.nvfp4_moe import NvFp4MoEOperands
+from .graph import Builder, Scope, add_input, add_output, bring_in, bring_out, fake, op_name, output_of, same, scopes
+from .region import Emit, EmitKind, Feed, MoERegion
+
+_POSITIONS = {name: i for i, name in enumerate(NvFp4MoEOperands.__dataclass_fields__)}
+
+
+def region_ops(gm: GraphModule, *names: str) -> Iterator[tuple[Scope, Node, MoERegion]]:
+    """Every op of the intermediate representation called ``names``, in model order, with its region."""
+    for scope in scopes(gm):
+        for node in list(scope.graph.nodes):
+            if op_name(node) in names and "region" in node.meta:
+                yield scope, node, node.meta["region"]
+
+
+def operand(node: Node, name: str) -> Any:
+    """An operand of an ``nvfp4_moe`` (or, for the first seven names, ``moe_float``) call."""
+    return node.args[_POSITIONS[name]]
+
+
+def set_operands(node: Node, **changes: Any) -> None:
+    """Changes operands of an ``nvfp4_moe`` call and its fake result with them."""
+    args = list(node.args)
+    for name, value in changes.items():
+        args[_POSITIONS[name]] = value
+    node.args = tuple(args)
+    fakes = torch.fx.node.map_arg(node.args, fake)
+    with torch.no_grad():
+        node.meta["example_value"] = node.target(*fakes)  # type: ignore[operator]
+
+
+class Feeds:
+    """Adds feeds to ``gm``; one that is asked for twice is the same placeholder."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+
+    def whole(self, feed: Feed, shape: tuple[Any, ...], dtype: torch.dtype, like: Node) -> Node:
+        """The root placeholder of ``feed``, on the device of ``like``."""
+        feeds: tuple[Feed, ...] = self.gm.meta.get("feeds", ())
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" and node.meta.get("feed") == feed:
+                return node
+        name = "_".join(("feed", *(p.replace(".", "_") for p in (feed.kind, feed.region, feed.weight, feed.part) if p)))
+        node = add_input(self.gm, name, fake(like).new_empty(shape, dtype=dtype))
+        node.meta["feed"] = feed
+        self.gm.meta["feeds"] = (*feeds, feed)
+        return node
+
+    def part(self, node: Node, index: Any, scope: Scope) -> Node:
+        """``node[index]`` of a root placeholder, readable in ``scope``."""
+        first = next(n for n in self.gm.graph.nodes if n.op != "placeholder")
+        return bring_in(scope, Builder(first).function(operator.getitem, node, index))
+
+    def tokens(self) -> Any:
+        """T, the same in every region. Raises ``GuidanceError`` if regions see different tokens."""
+        found = [(region.name, fake(operand(node, "x")).shape[0]) for _, node, region in _all_regions(self.gm)]
+        for name, size in found[1:]:
+            if not same(size, found[0][1]):
+                raise GuidanceError(
+                    f"{found[0][0]} runs on {found[0][1]} tokens and {name} on {size}; records need one row per token"
+                )
+        return found[0][1]
+
+
+def _all_regions(gm: GraphModule) -> list[tuple[Scope, Node, MoERegion]]:
+    return list(region_ops(gm, "moe_float", "nvfp4_moe"))
+
+
+def emit(gm: GraphModule, scope: Scope, node: Node, kind: EmitKind, region: MoERegion) -> None:
+    """Hands ``node`` of ``scope`` out of the root graph."""
+    if "results" not in gm.meta:
+        gm.meta["results"] = len(output_of(gm.graph).args[0])  # type: ignore[arg-type]
+    add_output(gm, bring_out(scope, node))
+    gm.meta["emits"] = (*gm.meta.get("emits", ()), Emit(kind, region.name))

@@ -1,0 +1,62 @@
+"""What one compilation is for: which numbers, guided or not, recording or not, training or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import GuidanceError
+from ..ops.scheme import MoEScheme
+
+GuidanceKind = Literal["none", "bit", "code"]
+RecordKind = Literal["none", "ranges", "bit", "code"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Configuration of the pass pipeline; frozen and hashable, so it can key caches.
+
+    scheme: numbers of the expert GEMMs; None stops at the float op (identity: the same function as the model).
+    guidance: what guide rows hold. guided: names of the regions that take guidance, None for all.
+    record: what comes out beside the results; ``ranges`` are amax, counts, histogram and saturation, and ``bit`` or
+    ``code`` add record rows. recorded: regions that give record rows, None for all; ranges always come from all.
+    routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, for measuring drift.
+    diagnose: hand out mismatch counts against the guidance.
+    train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
+    instead of keeping its result. strict: an expert-shaped operation left as it is raises.
+    """
+
+    scheme: MoEScheme | None
+    guidance: GuidanceKind = "none"
+    guided: frozenset[str] | None = None
+    record: RecordKind = "none"
+    recorded: frozenset[str] | None = None
+    routing: bool = False
+    inputs: bool = False
+    diagnose: bool = False
+    train: bool = False
+    recompute: bool = False
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        act = self.scheme.act if self.scheme is not None else None
+        if self.guidance != "none" and act is None:
+            raise GuidanceError(
+                f"guidance {self.guidance!r} needs quantized activations; the scheme has none: {self.scheme}"
+            )
+        if self.record in ("bit", "code") and act is None:
+            raise GuidanceError(
+                f"record {self.record!r} needs quantized activations; the scheme has none: {self.scheme}"
+            )
+        if self.record == "ranges" and self.scheme is None:
+            raise GuidanceError("ranges are recorded by the quantized op; use the scheme UNQUANTIZED instead of None")
+        if self.diagnose and self.guidance == "none":
+            raise GuidanceError("diagnose compares with guidance, which is 'none'")
+
+    def guides(self, region: str) -> bool:
+        return self.guidance != "none" and (self.guided is None or region in self.guided)
+
+    def record_of(self, region: str) -> RecordKind:
+        """What the region's quantizers record."""
+        rows = self.recorded is None or region in self.recorded
+        return self.record if rows or self.record == "none" else "ranges"

@@ -1,0 +1,56 @@
+"""Recorders: the quantizers hand out what they decided, as further results of the op that runs anyway.
+
+Nothing is attached where the mode records nothing, so an observed graph and a plain one differ only in outputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..ops.nvfp4_moe import Out
+from .feeds import Feeds, emit, operand, region_ops, set_operands
+from .graph import Builder, Scope, bring_in, scopes
+from .mode import Mode
+from .region import EmitKind, Feed, MoERegion
+
+_RANGES: tuple[tuple[EmitKind, Out], ...] = (
+    ("amax", Out.AMAX),
+    ("counts", Out.COUNTS),
+    ("hist", Out.HIST),
+    ("saturated", Out.SATURATED),
+)
+_ROWS: tuple[tuple[EmitKind, Out], ...] = (("record", Out.RECORD), ("record_outer", Out.RECORD_OUTER))
+
+
+def observe(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
+    """Sets the record flags of every ``nvfp4_moe`` and emits what they produce, per region in model order."""
+    feeds = Feeds(gm)
+    for scope, node, region in list(region_ops(gm, "nvfp4_moe")):
+        _observe_quantized(gm, feeds, scope, node, region, config)
+    for scope, node, region in list(region_ops(gm, "moe_float", "nvfp4_moe")):
+        behind = Builder(node.next)
+        if config.routing:
+            emit(gm, scope, operand(node, "expert_ids"), "routing", region)
+        if config.inputs and (config.recorded is None or region.name in config.recorded):
+            emit(gm, scope, behind.method("detach", operand(node, "x")), "input", region)
+    for scope in scopes(gm):
+        scope.module.recompile()
+    return gm
+
+
+def _observe_quantized(
+    gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, region: MoERegion, config: Mode
+) -> None:
+    record = config.record_of(region.name)
+    diagnose = config.diagnose and operand(node, "guidance") != "none"
+    if record == "none" and not diagnose:
+        return
+    valid = feeds.whole(Feed("valid"), (feeds.tokens(),), torch.bool, operand(node, "x"))
+    set_operands(node, record=record, diagnose=diagnose, valid=bring_in(scope, valid))
+    wanted = (_ROWS if record in ("bit", "code") else ()) + (_RANGES if record != "none" else ())
+    for kind, out in (*wanted, *((("diag", Out.DIAG),) if diagnose else ())):
+        emit(gm, scope, Builder(node.next).function(operator.getitem, node, int(out)), kind, region)  # type: ignore[arg-type]

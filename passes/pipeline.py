@@ -1,0 +1,18 @@
+"""The passes in the order in which they run."""
+
+from __future__ import annotations
+
+from .canonicalize import canonicalize
+from .lower import lower
+from .observe import observe
+from .outline import outline
+from .quantize import quantize
+from .runner import Pass
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass("canonicalize", changes_numerics=False, run=canonicalize),
+    Pass("outline", changes_numerics=True, run=outline),  # summation order, unless the model used the same grouped GEMM
+    Pass("quantize", changes_numerics=True, run=quantize),
+    Pass("observe", changes_numerics=False, run=observe),
+    Pass("lower", changes_numerics=True, run=lower),  # summation order again; not with the native providers
+)

@@ -1,0 +1,473 @@
+"""What a value in the dispatch part of a mixture-of-experts block means.
+
+Every way of writing the block arranges the same S = T*K *pairs* (token, choice) into rows, works on the rows, and
+arranges them back. A small set of meanings is enough to follow any of them: "row r is token(r) of x", "row r is pair(r)
+of the gates", "the permutation that sorted the ids", "group ends per expert". :class:`Meaning` computes them backwards
+from a node by short rules, one or more per operation; an operation without a rule has no meaning (None), and the
+matcher says so instead of guessing. Views, casts of indices and masks that keep a meaning are thereby looked through.
+
+Rules state equalities, so a match is a proof: what is returned holds for every routing, not only for the traced one.
+Two kinds of rows are exempt, those of ids outside ``[0, E)`` (other ranks' experts): they are dropped by the masks and
+group ends recognised here and by our op alike. A limit other than the block's own E is no such mask, so every limit
+met on the way is kept in ``experts`` and compared with E at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .graph import argument, fake, op_name, same, same_shape, shape
+
+Limits = frozenset[int]
+NO_LIMITS: Limits = frozenset()
+
+
+@dataclass(frozen=True)
+class Order:
+    """How pairs are laid out in rows: token by token (``sort`` None), or as the node ``sort`` sorted ``ids``."""
+
+    sort: Node | None = None
+    ids: Node | None = None
+
+
+TOKEN_MAJOR = Order()
+
+
+@dataclass(frozen=True)
+class PerPair:
+    """Row r is ``source.reshape(S)[pair(r)]``, cast to each of ``casts`` in turn; ``source`` is ``[T, K]``."""
+
+    source: Node
+    order: Order = TOKEN_MAJOR
+    casts: tuple[torch.dtype, ...] = ()
+    experts: Limits = NO_LIMITS
+
+    @property
+    def integer(self) -> bool:
+        return not fake(self.source).dtype.is_floating_point
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Row r is ``source[pair(r) // top_k]``; with ``gates``, times the pair's gate."""
+
+    source: Node
+    order: Order
+    top_k: int
+    casts: tuple[torch.dtype, ...] = ()
+    gates: PerPair | None = None
+    experts: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True)
+class PairIndex:
+    """Row r holds pair(r)."""
+
+    order: Order
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """Row r holds pair(r) // top_k."""
+
+    order: Order
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """Pair p holds the row that it has in ``order``."""
+
+    order: Order
+
+
+@dataclass(frozen=True)
+class Iota:
+    """0, 1, 2, ..."""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The (values, indices) of a sort of ``ids``."""
+
+    order: Order
+    ids: PerPair
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Whether row r's expert lies at or above ``experts`` (or, ``inverted``, below)."""
+
+    order: Order
+    experts: int
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """``[S, E]``: 1 where the pair's id is the column."""
+
+    ids: PerPair
+
+
+@dataclass(frozen=True)
+class Counts:
+    """``[E]``: pairs per expert."""
+
+    ids: Node
+    experts: Limits
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """``[E]``: where each expert's rows end, when rows are sorted by expert."""
+
+    ids: Node
+    experts: Limits
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A stacked parameter ``[E, a, b]``, its last two dimensions ``swapped`` or not."""
+
+    param: Node
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Row r is the stacked parameter's slice for the row's expert: ``param[ids[pair(r)]]``."""
+
+    param: Node
+    ids: Node
+    order: Order
+    experts: Limits
+    swapped: bool = False
+
+
+Value = Any
+"""One of the meanings above, or one that another file adds."""
+
+
+class Meaning:
+    """Meanings of one graph's nodes, remembered. ``meaning(node)`` is None where no rule applies."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, Value] = {}
+
+    def define(self, node: Node, value: Value) -> None:
+        """States a meaning that does not follow from the operation alone."""
+        self._known[node] = value
+
+    def __call__(self, node: Any) -> Value:
+        if not isinstance(node, Node):
+            return None
+        if node not in self._known:
+            self._known[node] = None
+            self._known[node] = self._derive(node)
+        return self._known[node]
+
+    def _derive(self, node: Node) -> Value:
+        if node.op in ("placeholder", "get_attr"):
+            return Weight(node) if len(shape(node) or ()) == 3 else None
+        for rule in _RULES.get(op_name(node), ()):
+            value = rule(self, node)
+            if value is not None:
+                return value
+        return None
+
+
+Rule = Callable[[Meaning, Node], Value]
+_RULES: dict[str, list[Rule]] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations; where there are several, the first that knows the case decides."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            _RULES.setdefault(name, []).append(function)
+        return function
+
+    return register
+
+
+def is_column(dims: Any) -> bool:
+    """``[S, 1]``: one entry per row, ready to be broadcast over the row."""
+    return dims is not None and len(dims) == 2 and same(dims[1], 1)
+
+
+RESHAPES = (
+    "reshape",
+    "view",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "contiguous",
+    "expand",
+    "clone",
+    "detach",
+    "unflatten",
+)
+
+
+@rule("reshape", "view", "flatten")
+def _pairs_of(of: Meaning, node: Node) -> Value:
+    """``[T, K] -> [S]``."""
+    source, before = node.args[0], shape(node.args[0])
+    flat = before is not None and len(before) >= 2 and len(shape(node) or ()) == 1
+    if flat and isinstance(source, Node) and of(source) is None and isinstance(before[-1], int):  # type: ignore[index]
+        return PerPair(source)
+    return None
+
+
+@rule("reshape", "view", "flatten", "unsqueeze", "squeeze", "contiguous", "clone")
+def _same_entries(of: Meaning, node: Node) -> Value:
+    value, before, after = of(node.args[0]), shape(node.args[0]), shape(node)
+    if same_shape(before, after):
+        return value
+    if isinstance(value, PerPair | PairIndex | TokenIndex | Dropped | Inverse):
+        return value if is_column(after) or (after is not None and len(after) == 1) else None
+    return None
+
+
+@rule("reshape", "view", "flatten")
+def _repeated(of: Meaning, node: Node) -> Value:
+    """``x[:, None].expand(T, K, H).reshape(T*K, H)``: x repeated for every choice."""
+    source = node.args[0]
+    before, after = shape(source), shape(node)
+    if not isinstance(source, Node) or op_name(source) != "expand" or before is None or after is None:
+        return None
+    inner = source.args[0]
+    dims = shape(inner)
+    if len(before) != 3 or len(after) != 2 or not isinstance(before[1], int) or not isinstance(inner, Node):
+        return None
+    if dims is None or not same(dims[1], 1) or op_name(inner) not in ("unsqueeze", "getitem", "view", "reshape"):
+        return None
+    x = inner.args[0]
+    fits = len(shape(x) or ()) == 2 and same(after[1], before[2])
+    return PerToken(x, TOKEN_MAJOR, before[1]) if fits and isinstance(x, Node) else None
+
+
+@rule("expand", "expand_as")
+def _broadcast_column(of: Meaning, node: Node) -> Value:
+    value = of(node.args[0])
+    wide = is_column(shape(node.args[0])) and len(shape(node) or ()) == 2
+    return value if wide and isinstance(value, TokenIndex | PerPair) else None
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(of: Meaning, node: Node) -> Value:
+    x, times, dim = node.args[0], argument(node, 1, "repeats"), argument(node, 2, "dim")
+    rank = len(shape(x) or ())
+    if not isinstance(x, Node) or not isinstance(times, int):
+        return None
+    if isinstance(of(x), Iota) and rank == 1:
+        return TokenIndex(TOKEN_MAJOR, times)
+    return PerToken(x, TOKEN_MAJOR, times) if of(x) is None and rank == 2 and dim in (0, -2) else None
+
+
+@rule("to", "float", "int", "long", "half", "bfloat16", "double", "type", "type_as")
+def _cast(of: Meaning, node: Node) -> Value:
+    value, before, after = of(node.args[0]), fake(node.args[0]), fake(node)
+    if before.device != after.device:
+        return None
+    if before.dtype == after.dtype:
+        return value
+    if before.dtype.is_floating_point:
+        known = isinstance(value, PerPair | PerToken) and after.dtype.is_floating_point
+        return replace(value, casts=(*value.casts, after.dtype)) if known else None
+    # Ids, indices and group ends are small integers: every dtype that is used for them holds them exactly.
+    return value if isinstance(value, PerPair | PairIndex | TokenIndex | Counts | Offsets | OneHot) else None
+
+
+@rule("sort", "argsort")
+def _sort(of: Meaning, node: Node) -> Value:
+    value = of(node.args[0])
+    descending = node.kwargs.get("descending", len(node.args) > 2 and node.args[2])
+    if descending or len(shape(node.args[0]) or ()) != 1:
+        return None
+    if isinstance(value, PairIndex):
+        return Inverse(value.order) if op_name(node) == "argsort" else None
+    if not isinstance(value, PerPair) or value.order != TOKEN_MAJOR or not value.integer:
+        return None
+    order = Order(node, value.source)
+    return Sorted(order, value) if op_name(node) == "sort" else PairIndex(order)
+
+
+@rule("getitem")
+def _of_sorted(of: Meaning, node: Node) -> Value:
+    value, index = of(node.args[0]), node.args[1]
+    if not isinstance(value, Sorted):
+        return None
+    return PairIndex(value.order) if index == 1 else replace(value.ids, order=value.order)
+
+
+@rule("getitem")
+def _as_column(of: Meaning, node: Node) -> Value:
+    """``x[:, None]`` of one entry per row."""
+    value = of(node.args[0])
+    keeps = node.args[1] in ((slice(None), None), (Ellipsis, None))
+    return value if keeps and isinstance(value, PerPair | PairIndex | TokenIndex | Dropped) else None
+
+
+@rule("getitem", "index_select")
+def gather(of: Meaning, node: Node) -> Value:
+    """``source[index]`` along the first dimension."""
+    source, index = node.args[0], argument(node, 1, "index")
+    if op_name(node) == "index_select":
+        if argument(node, 1, "dim") != 0:
+            return None
+        index = argument(node, 2, "index")
+    if isinstance(index, tuple | list) and len(index) == 1:
+        index = index[0]
+    value, where, dims = of(source), of(index), shape(source) or ()
+    if not isinstance(source, Node):
+        return None
+    if isinstance(value, PerPair | PerToken | TokenIndex | PairIndex) and isinstance(where, PairIndex):
+        return replace(value, order=where.order) if value.order == TOKEN_MAJOR else None
+    if isinstance(value, PerPair) and isinstance(where, Inverse):
+        return replace(value, order=TOKEN_MAJOR) if value.order == where.order else None
+    if value is None and isinstance(where, TokenIndex) and len(dims) == 2:
+        return PerToken(source, where.order, where.top_k)
+    stacked = source.op in ("placeholder", "get_attr") and len(dims) in (2, 3)
+    if stacked and isinstance(where, PerPair) and where.integer:
+        return Picked(source, where.source, where.order, where.experts)
+    return None
+
+
+@rule("floor_divide", "div")
+def _token_of_pair(of: Meaning, node: Node) -> Value:
+    value, by = of(node.args[0]), argument(node, 1, "other")
+    if op_name(node) == "div" and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
+        return None
+    if isinstance(value, Iota) and isinstance(by, int):
+        return TokenIndex(TOKEN_MAJOR, by)
+    return TokenIndex(value.order, by) if isinstance(value, PairIndex) and isinstance(by, int) else None
+
+
+@rule("arange")
+def _arange(of: Meaning, node: Node) -> Value:
+    from_zero = len(node.args) == 1 or (len(node.args) == 2 and node.args[0] == 0)
+    return Iota() if from_zero and "step" not in node.kwargs and not fake(node).dtype.is_floating_point else None
+
+
+@rule("index_put", "scatter")
+def _invert(of: Meaning, node: Node) -> Value:
+    """``inv[perm] = arange(S)``. What ``inv`` held before is overwritten everywhere, perm being a permutation."""
+    if op_name(node) == "index_put":
+        indices, values = argument(node, 1, "indices"), argument(node, 2, "values")
+        index = indices[0] if len(indices) == 1 and not argument(node, 3, "accumulate", False) else None
+    else:
+        index, values = argument(node, 2, "index"), argument(node, 3, "src")
+    permutation, written = of(index), of(values)
+    whole = same_shape(shape(node), shape(index)) and same_shape(shape(index), shape(values))
+    known = whole and isinstance(permutation, PairIndex) and isinstance(written, Iota)
+    return Inverse(permutation.order) if known else None
+
+
+@rule("clamp", "clamp_max", "clamp_min")
+def _limit(of: Meaning, node: Node) -> Value:
+    """Ids limited to ``[0, E)`` so that they can index a parameter; only rows outside are changed."""
+    value = of(node.args[0])
+    if not isinstance(value, PerPair) or not value.integer:
+        return None
+    first = argument(node, 1, "max" if op_name(node) == "clamp_max" else "min")
+    low, high = {
+        "clamp": (first, argument(node, 2, "max")),
+        "clamp_min": (first, None),
+        "clamp_max": (None, first),
+    }[op_name(node)]
+    if low not in (None, 0) or not isinstance(high, int | None):
+        return None
+    return value if high is None else replace(value, experts=value.experts | {high + 1})
+
+
+@rule("ge", "lt", "gt", "le")
+def _dropped(of: Meaning, node: Node) -> Value:
+    value, bound = of(node.args[0]), node.args[1]
+    if not isinstance(value, PerPair) or not value.integer or not isinstance(bound, int):
+        return None
+    inclusive = op_name(node) in ("gt", "le")
+    return Dropped(value.order, bound + inclusive, inverted=op_name(node) in ("lt", "le"))
+
+
+def masked_operand(of: Meaning, node: Node) -> tuple[Node, Dropped] | None:
+    """``(rows, mask)`` of an operation that zeroes dropped rows and does nothing else."""
+    if op_name(node) == "masked_fill":
+        kept, mask, filled, inverted = node.args[0], argument(node, 1, "mask"), argument(node, 2, "value"), False
+    else:
+        mask, a, b = (*node.args, None, None)[:3]
+        kept, filled, inverted = (a, b, True) if isinstance(a, Node) and not isinstance(b, Node) else (b, a, False)
+    dropped = of(mask)
+    if filled != 0 or not isinstance(kept, Node) or not isinstance(dropped, Dropped) or dropped.inverted != inverted:
+        return None
+    return kept, dropped
+
+
+@rule("masked_fill", "where")
+def _mask(of: Meaning, node: Node) -> Value:
+    operand = masked_operand(of, node)
+    value = of(operand[0]) if operand else None
+    if operand is None or not isinstance(value, PerToken | PerPair) or value.order != operand[1].order:
+        return None
+    return replace(value, experts=value.experts | {operand[1].experts})
+
+
+@rule("histc", "bincount")
+def _counts(of: Meaning, node: Node) -> Value:
+    value = of(node.args[0])
+    if not isinstance(value, PerPair) or not value.integer:
+        return None
+    if op_name(node) == "bincount":
+        return Counts(value.source, value.experts) if argument(node, 1, "weights") is None else None
+    bins, low, high = (argument(node, i, n) for i, n in ((1, "bins"), (2, "min"), (3, "max")))
+    return Counts(value.source, value.experts | {bins}) if low == 0 and high == bins - 1 else None
+
+
+@rule("one_hot")
+def _one_hot(of: Meaning, node: Node) -> Value:
+    value = of(node.args[0])
+    return OneHot(value) if isinstance(value, PerPair) and value.order == TOKEN_MAJOR and value.integer else None
+
+
+@rule("sum")
+def _count_one_hot(of: Meaning, node: Node) -> Value:
+    value = of(node.args[0])
+    counts = isinstance(value, OneHot) and argument(node, 1, "dim") in (0, (0,), [0])
+    return Counts(value.ids.source, value.ids.experts) if counts else None
+
+
+@rule("cumsum")
+def _ends(of: Meaning, node: Node) -> Value:
+    value = of(node.args[0])
+    along = argument(node, 1, "dim") in (0, -1)
+    return Offsets(value.ids, value.experts) if isinstance(value, Counts) and along else None
+
+
+@rule("transpose", "permute")
+def _transpose(of: Meaning, node: Node) -> Value:
+    value, dims = of(node.args[0]), node.args[1:]
+    if not isinstance(value, Weight | Picked) or len(shape(node) or ()) != 3:
+        return None
+    if len(dims) == 1 and isinstance(dims[0], tuple | list):
+        dims = tuple(dims[0])
+    order = [d % 3 for d in dims if isinstance(d, int)]
+    swaps = sorted(order) == [1, 2] if op_name(node) == "transpose" else order == [0, 2, 1]
+    return replace(value, swapped=not value.swapped) if swaps else None
+
+
+@rule("mul")
+def _gated_input(of: Meaning, node: Node) -> Value:
+    """Tokens times their gate, before the first GEMM."""
+    for a, b in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+        rows, gates = of(a), of(b)
+        if isinstance(rows, PerToken) and isinstance(gates, PerPair) and is_column(shape(b)):
+            plain = rows.gates is None and rows.order == gates.order and not rows.casts and not gates.integer
+            return replace(rows, gates=gates) if plain else None
+    return None
