@@ -1,4 +1,6 @@
-"""Number formats, scaling, quantization, packing and guided rounding. Torch only; imports nothing else of the package."""
+"""Number formats, scaling, quantization, packing and guided rounding. Torch only; imports nothing else of the
+package.
+"""
 
 from trace_compile.numerics.blocks import (
     decode_blocks,

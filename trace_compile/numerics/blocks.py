@@ -1,9 +1,12 @@
 """The quantizer: blocks of K to codes and scale bytes, with own scales or guided by a rollout's, and back.
 
 Invariants (numerics contract):
-  decode = element * block scale, exact in float32 (NVFP4, MXFP4, HiF4: exact in bfloat16 too); times the outer scale it is the value.
-  A block with NaN or Inf gets the NaN scale byte and magnitude codes 0 (signs kept); every other block is what it would be without it.
-  Every input dtype is rounded to float32 first, so equal values give equal bytes whatever the dtype, layout or compiler.
+  decode = element * block scale, exact in float32 (NVFP4, MXFP4, HiF4: exact in bfloat16 too); times the outer scale it
+    is the value.
+  A block with NaN or Inf gets the NaN scale byte and magnitude codes 0 (signs kept); every other block is what it would
+    be without it.
+  Every input dtype is rounded to float32 first, so equal values give equal bytes whatever the dtype, layout or
+    compiler.
 """
 
 from __future__ import annotations
@@ -50,10 +53,11 @@ from trace_compile.numerics.scales import (
 def quantize_blocks(
     x: Tensor, outer: Tensor | None, fmt: str = "nvfp4", profile: str = "pow2"
 ) -> tuple[Tensor, Tensor]:
-    """Float x [..., K] and float32 outer (broadcastable to x.shape[:-1]; None for formats without one) -> codes, scales.
+    """Float x [..., K] and float32 outer (broadcastable to x.shape[:-1]; None for formats without one) -> codes,
+    scales.
 
-    codes: uint8 [..., K], one per element. scales: raw bytes uint8 [..., K/block * bytes per scale].
-    Raises ``BlockSizeError`` when K is not a multiple of the block, ``OperandError`` for other unusable operands.
+    codes: uint8 [..., K], one per element. scales: raw bytes uint8 [..., K/block * bytes per scale]. Raises
+    ``BlockSizeError`` when K is not a multiple of the block, ``OperandError`` for other unusable operands.
     """
     f, p = format_of(fmt), profile_of(profile)
     x = _checked(x, f)
@@ -65,7 +69,6 @@ def quantize_blocks(
     scales = encode_scales(a, g, f, p)
     if p.choice is None or f.scale is not ScaleKind.E4M3:
         return join_sign(_encode(magnitude, scales, g, f, p), sign, f.element), scales
-    assert g is not None
     codes = _encode(magnitude.clone(), scales, g, f, p)
     scales_4 = encode_scales(a, g, f, p, target=f.element.codebook[-2])
     codes_4 = _encode(magnitude.clone(), scales_4, g, f, p)
@@ -86,11 +89,12 @@ def guided_blocks(
     bits: Tensor | None = None,
     fmt: str = "nvfp4",
 ) -> Tensor:
-    """Codes of x [..., K] under the rollout's scale bytes and outer scale, rounded toward the rollout's outcome (numerics 2).
+    """Codes of x [..., K] under the rollout's scale bytes and outer scale, rounded toward the rollout's outcome
+    (numerics 2).
 
-    Exactly one of ``codes`` (uint8 [..., K], full guidance) and ``bits`` (uint8 0/1 [..., K], the rollout's mantissa bits).
-    E2M1 formats with a power-of-two outer scale. Returns uint8 [..., K]. A non-finite x gives magnitude code 0 or 1: the caller
-    keeps NaN visible with ``poison_scales``.
+    Exactly one of ``codes`` (uint8 [..., K], full guidance) and ``bits`` (uint8 0/1 [..., K], the rollout's mantissa
+    bits). E2M1 formats with a power-of-two outer scale. Returns uint8 [..., K]. A non-finite x gives magnitude code 0
+    or 1: the caller keeps NaN visible with ``poison_scales``.
     """
     f = format_of(fmt)
     if f.element is not E2M1:
@@ -114,11 +118,12 @@ def guided_blocks(
 
 
 def bracket(u: Tensor, negative: Tensor, element: Element) -> Tensor:
-    """|z| float32 (not NaN) and int32 ``negative`` (-1 where z < 0, else 0) -> uint8 k: z's bracket has magnitudes {k, k+1}.
+    """|z| float32 (not NaN) and int32 ``negative`` (-1 where z < 0, else 0) -> uint8 k: z's bracket has magnitudes {k,
+    k+1}.
 
     A codeword's bracket goes up from it, so a negative codeword's goes toward 0: its magnitude is taken one ulp lower.
-    k counts codewords up to that magnitude; normal codes are the top bits of the float32, the subnormal one is its binade.
-    E2M1 only (one subnormal).
+    k counts codewords up to that magnitude; normal codes are the top bits of the float32, the subnormal one is its
+    binade. E2M1 only (one subnormal).
     """
     raw = bits_of(u) + negative
     shift = MANTISSA_BITS - element.mantissa_bits
@@ -129,15 +134,19 @@ def bracket(u: Tensor, negative: Tensor, element: Element) -> Tensor:
 
 
 def poison_scales(x: Tensor, scales: Tensor, fmt: str = "nvfp4") -> Tensor:
-    """``scales`` with the NaN byte where x's block holds NaN or Inf: keeps a poisoned token visible under guided scales."""
+    """``scales`` with the NaN byte where x's block holds NaN or Inf: keeps a poisoned token visible under guided
+    scales.
+    """
     f = format_of(fmt)
     x = _checked(x, f)
-    nan_byte = E8M0_NAN if f.scale is ScaleKind.E8M0 else E4M3.nan_from
+    nan_byte = E8M0_NAN if f.scale is ScaleKind.E8M0 else E4M3.nan_code
     return torch.where(bits_of(block_amax(x.abs(), f.block)) >= EXPONENT_MASK, nan_byte, scales).to(torch.uint8)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, fmt: str = "nvfp4", dtype: torch.dtype = torch.float32) -> Tensor:
-    """uint8 codes [..., K] and raw scale bytes -> element * block scale [..., K] in ``dtype``, without the outer scale."""
+    """uint8 codes [..., K] and raw scale bytes -> element * block scale [..., K] in ``dtype``, without the outer
+    scale.
+    """
     f = format_of(fmt)
     if f.scale is ScaleKind.HIF4:
         return hif4.decode(codes, scales).to(dtype)
@@ -148,22 +157,24 @@ def decode_blocks(codes: Tensor, scales: Tensor, fmt: str = "nvfp4", dtype: torc
 
 
 def saturated(x: Tensor, outer: Tensor, fmt: str = "nvfp4", profile: str = "pow2") -> Tensor:
-    """bool [..., K]: |x| exceeds the largest representable magnitude under float32 outer (broadcastable to x.shape[:-1])."""
+    """bool [..., K]: |x| exceeds the largest representable magnitude under float32 outer (broadcastable to
+    x.shape[:-1]).
+    """
     f = format_of(fmt)
     x = _checked(x, f)
     return x.abs() > _outer_column(x, outer, f) * outer_bound(fmt, profile)
 
 
-def _encode(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: Profile) -> Tensor:
+def _encode(magnitude: Tensor, scales: Tensor, g: Tensor, f: Format, p: Profile) -> Tensor:
     """Magnitude codes of float32 |x| (overwritten) under given scale bytes: round to nearest even, saturating."""
     if f.scale is not ScaleKind.NONE:
         return encode_magnitude(_scaled(magnitude, scales, g, f, p), f.element)
     finite = bits_of(magnitude) < EXPONENT_MASK  # no block scale to carry the NaN: the element does
     codes = encode_magnitude(_quotient(magnitude, g), f.element)
-    return torch.where(finite, codes, f.element.nan_from or 0).to(torch.uint8)
+    return torch.where(finite, codes, f.element.nan_code).to(torch.uint8)
 
 
-def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: Profile) -> Tensor:
+def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor, f: Format, p: Profile) -> Tensor:
     """float32 |x| (overwritten) over its scales [..., K]; NaN under a NaN scale; 0 under a zero scale of own making."""
     blocks = _blocks(magnitude, f.block)
     if f.scale is ScaleKind.E8M0:
@@ -189,14 +200,18 @@ def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor | None, f: Format, p: P
 
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
-    """IEEE float32 x / y (x overwritten). Inductor's GPU code divides approximately: there through float64, same bits."""
+    """IEEE float32 x / y (x overwritten). Inductor's GPU code divides approximately: there through float64, same
+    bits.
+    """
     if x.is_cuda and torch.compiler.is_compiling():
         return (x.double() / y.double()).float()
     return x.div_(y)
 
 
 def _block_error(magnitude: Tensor, codes: Tensor, scales: Tensor, g: Tensor, f: Format, choice: Choice) -> Tensor:
-    """Error of one candidate per block [..., K/block], in float64 and summed by halves, so that its bits are reproducible."""
+    """Error of one candidate per block [..., K/block], in float64 and summed by halves, so that its bits are
+    reproducible.
+    """
     values = _blocks(decode(codes, f.element), f.block).double() * (decode_scales(scales, f).double() * g).unsqueeze(-1)
     error = _blocks(magnitude, f.block) - values
     error = error * error if choice is Choice.MSE else error.abs()
@@ -218,20 +233,18 @@ def _checked(x: Tensor, f: Format) -> Tensor:
         raise OperandError("a 0-dimensional tensor has no reduction dimension to quantize along: reshape it to [1, K]")
     if x.shape[-1] % f.block:
         raise BlockSizeError(
-            f"format {f.name!r} shares one scale among {f.block} elements of the last dimension, which is {x.shape[-1]} "
+            f"format {f.name!r} shares one scale among {f.block} elements of the last dimension, here {x.shape[-1]} "
             f"in shape {tuple(x.shape)}: pad it to a multiple of {f.block} or leave this tensor unquantized"
         )
     return x.float()
 
 
-def _outer_column(x: Tensor, outer: Tensor | None, f: Format) -> Tensor | None:
-    """outer broadcast against the blocks: float32 [..., 1]; None for formats without an outer scale."""
+def _outer_column(x: Tensor, outer: Tensor | None, f: Format) -> Tensor:
+    """outer broadcast against the blocks: float32 [..., 1]; 1 for formats without an outer scale."""
     if not f.outer:
-        return None
+        return x.new_ones(1)
     if outer is None:
-        raise OperandError(
-            f"format {f.name!r} needs a float32 outer scale broadcastable to {tuple(x.shape[:-1])}, got None"
-        )
+        raise OperandError(f"format {f.name!r} needs a float32 outer scale that broadcasts to {tuple(x.shape[:-1])}")
     lead, shape = x.shape[:-1], outer.shape
     fits = len(shape) <= len(lead) and all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(lead)))
     if not (fits or shape == (1,)) or outer.dtype != torch.float32:

@@ -1,8 +1,8 @@
 """Codes and bytes: rounding float32 to small floats, decoding them, and packing codes and bits into bytes.
 
-Everything is integer or exactly rounded float32 arithmetic on tensors: no cast to a float8 dtype (PyTorch's saturate or give
-NaN on overflow depending on version and compiler), no table that lives on the host, no synchronisation. The same bytes come
-out of eager mode and of a compiler, on any device.
+Everything is integer or exactly rounded float32 arithmetic on tensors: no cast to a float8 dtype (PyTorch's saturate or
+give NaN on overflow depending on version and compiler), no table that lives on the host, no synchronisation. The same
+bytes come out of eager mode and of a compiler, on any device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def encode_magnitude(a: Tensor, element: Element) -> Tensor:
     lowest = EXPONENT_BIAS + 1 - element.bias
     magic = (bits_of(a) & EXPONENT_MASK).clamp_(min=lowest << MANTISSA_BITS).add_(shift << MANTISSA_BITS)
     steps = bits_of(a.add_(magic.view(torch.float32)))
-    # magic's low byte is 0, so the sum's low byte is the step count; each binade above the lowest adds 2^mantissa_bits codes
+    # magic's low byte is 0, so the sum's low byte is the step count; each binade above
+    # the lowest adds 2^mantissa_bits codes
     offset = ((lowest + shift) << element.mantissa_bits) & 0xFF
     return magic.bitwise_right_shift_(shift).add_(steps).to(torch.uint8).sub_(offset)
 
@@ -66,28 +67,28 @@ def join_sign(magnitude: Tensor, sign: Tensor, element: Element) -> Tensor:
 def decode(codes: Tensor, element: Element) -> Tensor:
     """uint8 codes [...] -> a new float32 tensor of values [...]. Exact.
 
-    The code's fields are moved into a float16's (which has room for every element's), so float16's own subnormals do the
-    work; the exponent biases differ by a power of two.
+    The code's fields are moved into a float16's (which has room for every element's), so float16's own subnormals do
+    the work; the exponent biases differ by a power of two.
     """
     if element.twos_complement:
         sign = 1 << element.magnitude_bits
         return ((codes ^ sign).to(torch.int16) - sign).float()
     h = codes.to(torch.int16)
-    sign = (h << (15 - element.magnitude_bits)) & HALF_SIGN
-    magnitude = (h & ((1 << element.magnitude_bits) - 1)) << (HALF_MANTISSA_BITS - element.mantissa_bits)
-    values = sign.bitwise_or_(magnitude).view(torch.float16).float()
+    rest = HALF_MANTISSA_BITS - element.mantissa_bits
+    magnitude = (h & ((1 << element.magnitude_bits) - 1)) << rest
+    values = ((h << (15 - element.magnitude_bits)) & HALF_SIGN).bitwise_or_(magnitude).view(torch.float16).float()
     values = values.mul_(2.0 ** (HALF_BIAS - element.bias))
     if element.nan_from is not None:
-        values = torch.where(
-            magnitude >= element.nan_from << (HALF_MANTISSA_BITS - element.mantissa_bits), torch.nan, values
-        )
+        values = torch.where(magnitude >= element.nan_from << rest, torch.nan, values)
     return values
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """float32 [...] -> uint8 E4M3 bytes [...]: nearest even, saturating at 448 (also from Inf), NaN -> 0x7F, sign kept."""
+    """float32 [...] -> uint8 E4M3 bytes [...]: nearest even, saturating at 448 (also from Inf), NaN -> 0x7F, sign
+    kept.
+    """
     code = join_sign(encode_magnitude(x.abs(), E4M3), sign_code(x, E4M3), E4M3)
-    return torch.where(x.isnan(), E4M3.nan_from or 0, code).to(torch.uint8)
+    return torch.where(x.isnan(), E4M3.nan_code, code).to(torch.uint8)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """The table of number formats and of scaling profiles: every numeric constant of the package is data in this file.
 
 An ``Element`` is a small float (or an integer grid written as one) given by its bit fields; its largest value, its code
-book and its rounding are derived. A ``Format`` says how elements share scales. A ``Profile`` says how an amax becomes the
-bytes of those scales, in which order of float32 operations, so that training can match a given rollout engine.
+book and its rounding are derived. A ``Format`` says how elements share scales. A ``Profile`` says how an amax becomes
+the bytes of those scales, in which order of float32 operations, so that training can match a given rollout engine.
 
-Invariants: tables are immutable; a name that is not in a table raises ``UnknownFormatError`` listing the names that are.
+Invariants: tables are immutable; a name that is not in a table raises ``UnknownFormatError`` listing the names that
+are.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Element:
     """Sign-magnitude small float: value = (-1)^sign * 2^(e - bias) * (1 + m / 2^mantissa_bits), e = 0 subnormal.
 
     ``top`` is the magnitude code of the largest finite value; ``nan_codes``/``inf_code`` are magnitude codes, or None.
-    ``twos_complement`` changes only how the sign is written in the code. A uniform grid (INT4, S1P2) is the special case
-    in which every magnitude lies below the second binade.
+    ``twos_complement`` changes only how the sign is written in the code. A uniform grid (INT4, S1P2) is the special
+    case in which every magnitude lies below the second binade.
     """
 
     name: str
@@ -41,6 +42,11 @@ class Element:
     @property
     def bits(self) -> int:
         return self.magnitude_bits + 1
+
+    @property
+    def nan_code(self) -> int:
+        """Magnitude code that is written for NaN; 0 in elements without one."""
+        return self.nan_from or 0
 
     def magnitude(self, code: int) -> float:
         """The value of a magnitude code (no sign); NaN and Inf codes included."""
@@ -90,7 +96,9 @@ class ScaleKind(Enum):
 
 @dataclass(frozen=True)
 class Format:
-    """``block`` consecutive elements along K share a scale; ``outer`` says whether a float32 outer scale multiplies it."""
+    """``block`` consecutive elements along K share a scale; ``outer`` says whether a float32 outer scale multiplies
+    it.
+    """
 
     name: str
     element: Element
@@ -121,7 +129,7 @@ FORMATS: dict[str, Format] = {
 
 INT4_SMALLEST_SCALE = 1e-5  # the floor INT4 QAT for RL serves with
 
-# Exponents of the outer scale: far enough from float32's own limits that no product of scales overflows or is subnormal.
+# Exponents of the outer scale: far enough from float32's limits that no product of scales overflows or is subnormal.
 OUTER_EXPONENTS = (-100, 116)
 
 
@@ -143,7 +151,9 @@ class BlockRule(Enum):
 
 
 class ElementRule(Enum):
-    """From x, the block scale s and g to the value that is rounded to an element; every operation rounded to float32."""
+    """From x, the block scale s and g to the value that is rounded to an element; every operation rounded to
+    float32.
+    """
 
     DIVIDE = "x / (s*g)"  # the correctly rounded quotient x/g/s when g is a power of two
     RECIPROCAL = "x * ((1/g) / s)"
@@ -162,8 +172,9 @@ class Choice(Enum):
 class Profile:
     """The rule from amax to bytes.
 
-    ``floor``: the smallest block scale. ``zero_scale``: what replaces the scale of an all-zero block, or one that rounds to
-    zero; None: nothing does. ``scale_bound``: block scale of the block that holds amax. ``choice``: four over six.
+    ``floor``: the smallest block scale. ``zero_scale``: what replaces the scale of an all-zero block, or one that
+    rounds to zero; None: nothing does. ``scale_bound``: block scale of the block that holds amax. ``choice``: four over
+    six.
     """
 
     name: str

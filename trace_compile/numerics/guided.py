@@ -1,4 +1,6 @@
-"""Guided rounding on values: the readable form of ``guided_blocks``, for analysis and tests (numerics 2; TRACE, methods 1)."""
+"""Guided rounding on values: the readable form of ``guided_blocks``, for analysis and tests (numerics 2; TRACE,
+methods 1).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ def guided_round(z: Tensor, *, q_roll: Tensor | None = None, bit: Tensor | None 
     z = z.float().clamp(-E2M1.max, E2M1.max)
     low = bracket(z.abs().nan_to_num_(nan=0.0), -(z < 0).int(), E2M1)
     book = torch.tensor(E2M1.codebook, dtype=torch.float32, device=z.device)
-    near, far = (torch.where(z < 0, -book[k], book[k]) for k in (low.long(), low.long() + 1))
+    near = torch.copysign(book[low.long()], z)
+    far = torch.copysign(book[low.long() + 1], torch.where(z == 0, 1.0, z))  # -0.0 lies in the bracket {0, +0.5}
     if q_roll is not None:
         q_roll = q_roll.float()
         q = torch.where((near - q_roll).abs() <= (far - q_roll).abs(), near, far)
     else:
-        q = torch.where((low & 1) == bit, near, far)
+        assert bit is not None
+        q = torch.where(((low & 1) ^ bit) == 0, near, far)
     return torch.where(q == 0, torch.copysign(q, z), q)

@@ -1,8 +1,8 @@
 """HiF4 (HiFloat4, arXiv 2602.11287): 64 elements share an E6M2 scale and 8 + 16 one-bit exponents; 4.5 bits per value.
 
-value = sign * E6M2 * 2^(E1_8[j//8] + E1_16[j//4]) * m, with m in {0, 0.25, ..., 1.75}. No outer scale. The encoder works in
-bfloat16 steps; each is rounded once, from an exact float64 value. Scale bytes per block: E6M2, E1_8 (bit i = group i), E1_16
-(two bytes, little-endian, bit i = group i).
+value = sign * E6M2 * 2^(E1_8[j//8] + E1_16[j//4]) * m, with m in {0, 0.25, ..., 1.75}. No outer scale. The encoder
+works in bfloat16 steps; each is rounded once, from an exact float64 value. Scale bytes per block: E6M2, E1_8 (bit i =
+group i), E1_16 (two bytes, little-endian, bit i = group i).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def _round_mantissa(x: Tensor, bits: int) -> Tensor:
 
 
 def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [..., K] -> codes uint8 [..., K] (sign, 4m) and scales uint8 [..., K/64*4]; a non-finite block: byte 0xFF."""
+    """float32 [..., K] -> codes uint8 [..., K] (sign, 4m) and scales uint8 [..., K/64*4]; a non-finite block: byte
+    0xFF.
+    """
     finite = bits_of(x.abs()) < EXPONENT_MASK
     poisoned = (~finite).unflatten(-1, (-1, BLOCK)).any(-1)
     magnitude = torch.where(finite, x.abs(), 0.0).double().unflatten(-1, (-1, BLOCK // _NARROW, _NARROW))

@@ -1,8 +1,8 @@
 """The scalar oracle: the numerics contract in exact rational arithmetic, one number at a time, to be read next to it.
 
-It shares the tables of ``formats`` with the tensor reference and nothing else; the reference is tested against it. Roundings
-happen only where a profile or a format asks for one, each by ``rounded``. Slow on purpose. Blocks and rows are lists of
-floats that are float32 values; NaN and Inf are allowed.
+It shares the tables of ``formats`` with the tensor reference and nothing else; the reference is tested against it.
+Roundings happen only where a profile or a format asks for one, each by ``rounded``. Slow on purpose. Blocks and rows
+are lists of floats that are float32 values; NaN and Inf are allowed.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def quantize_block(block: list[float], g: Fraction, f: Format, p: Profile) -> tu
     """One block: element codes and raw scale bytes."""
     if not all(math.isfinite(v) for v in block):
         if f.scale is ScaleKind.NONE:
-            return [signed(f.element.nan_from or 0, v, f.element) for v in block], []
+            return [signed(f.element.nan_code, v, f.element) for v in block], []
         nan = {
-            ScaleKind.E4M3: [E4M3.nan_from or 0],
+            ScaleKind.E4M3: [E4M3.nan_code],
             ScaleKind.E8M0: [0xFF],
             ScaleKind.FLOAT32: [0x00, 0x00, 0xC0, 0x7F],
             ScaleKind.HIF4: [0xFF, 0, 0, 0],
@@ -229,7 +229,9 @@ def bracket(z: Fraction) -> tuple[Fraction, Fraction]:
 
 
 def guided_code(x: float, scale: float, *, code: int | None = None, bit: int | None = None) -> int:
-    """The guided code of finite x under scale = s_roll * g_roll > 0: nearest to the rollout's code, or with its mantissa bit."""
+    """The guided code of finite x under scale = s_roll * g_roll > 0: nearest to the rollout's code, or with its
+    mantissa bit.
+    """
     z = Fraction(x) / Fraction(scale)
     low, high = bracket(z)
     if code is not None:

@@ -18,10 +18,10 @@ from trace_compile.numerics.scales import amax, outer_scale
 class QTensor:
     """A quantized tensor of shape [..., K].
 
-    Invariants: codes.shape == [..., K]; scales.shape == [..., K / block * bytes per scale];
-    values() == element * block scale, exactly; dequantize() == values() * outer, rounded once to float32, then to the dtype.
-    ``outer`` is float32: [...] one per row, [E] one per expert (leading dimension of a 3-D tensor), [1] for the whole tensor
-    (also, with value 1, in formats without an outer scale).
+    Invariants: codes.shape == [..., K]; scales.shape == [..., K / block * bytes per scale]; values() == element * block
+    scale, exactly; dequantize() == values() * outer, rounded once to float32, then to the dtype. ``outer`` is float32:
+    [...] one per row, [E] one per expert (leading dimension of a 3-D tensor), [1] for the whole tensor (also, with
+    value 1, in formats without an outer scale).
     """
 
     fmt: str
@@ -70,17 +70,17 @@ def outer_rows(outer: Tensor, lead: torch.Size) -> Tensor:
     if outer.dim() == 1 and len(lead) == 2 and outer.shape[0] == lead[0]:
         return outer.unsqueeze(-1)
     raise OperandError(
-        f"an outer scale for a tensor of leading shape {tuple(lead)} has that shape (row), [E] (expert, 3-D tensors) or [1] "
-        f"(tensor), got {tuple(outer.shape)}"
+        f"an outer scale for a tensor of leading shape {tuple(lead)} has that shape (row), [E] (expert, 3-D tensors) "
+        f"or [1] (tensor), got {tuple(outer.shape)}"
     )
 
 
 def quantize(x: Tensor, fmt: str = "nvfp4", *, outer: str | Tensor = "row", profile: str = "pow2") -> QTensor:
     """Quantize float x [..., K] along its last dimension with its own block scales, round to nearest even (numerics 1).
 
-    outer: "row" (one scale per row), "tensor", "expert" (per leading index of a 3-D tensor), or a float32 tensor of scales
-    to use as they are. Ignored by formats without an outer scale. NaN and Inf poison their block only: its scale byte is NaN.
-    Raises ``UnknownFormatError``, ``BlockSizeError``, ``OperandError``.
+    outer: "row" (one scale per row), "tensor", "expert" (per leading index of a 3-D tensor), or a float32 tensor of
+    scales to use as they are. Ignored by formats without an outer scale. NaN and Inf poison their block only: its scale
+    byte is NaN. Raises ``UnknownFormatError``, ``BlockSizeError``, ``OperandError``.
     """
     f = format_of(fmt)
     profile_of(profile)

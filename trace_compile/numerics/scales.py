@@ -1,8 +1,9 @@
 """From amax to scales: the outer scale, and the per-block scale bytes of every format but HiF4.
 
-Powers of two are computed on exponent bits. Every other operation of a profile is one correctly rounded float32 operation:
-a division or reciprocal goes through float64, because float32 division is not IEEE on every compiler, and rounding a float64
-quotient to float32 gives the IEEE float32 quotient (53 >= 2*24 + 2 bits). These tensors are small: one number per block.
+Powers of two are computed on exponent bits. Every other operation of a profile is one correctly rounded float32
+operation: a division or reciprocal goes through float64, because float32 division is not IEEE on every compiler, and
+rounding a float64 quotient to float32 gives the IEEE float32 quotient (53 >= 2*24 + 2 bits). These tensors are small:
+one number per block.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def outer_bound(fmt: str = "nvfp4", profile: str = "pow2") -> float:
 def outer_scale(amax: Tensor, fmt: str = "nvfp4", profile: str = "pow2") -> Tensor:
     """Outer scale g of float32 ``amax`` [...] -> float32 [...], finite and positive, 1 where amax is 0 (numerics 1.2).
 
-    pow2: smallest 2^k with amax <= bound * 2^k; others: amax / bound. Both clamped to ``OUTER_EXPONENTS``: larger values saturate.
+    pow2: smallest 2^k with amax <= bound * 2^k; others: amax / bound. Both clamped to ``OUTER_EXPONENTS``: larger
+    values saturate.
     """
     bound, (low, high) = outer_bound(fmt, profile), OUTER_EXPONENTS
     if profile_of(profile).outer is OuterRule.POWER_OF_TWO:
@@ -86,19 +88,19 @@ def block_amax(magnitude: Tensor, block: int) -> Tensor:
     return bits.amax(-1).view(torch.float32)  # as integers, NaN > Inf > finite: no special cases
 
 
-def encode_scales(a: Tensor, g: Tensor | None, fmt: Format, profile: Profile, target: float | None = None) -> Tensor:
+def encode_scales(a: Tensor, g: Tensor, fmt: Format, profile: Profile, target: float | None = None) -> Tensor:
     """Block amax a [..., K/block] and outer scale g [..., 1] -> raw scale bytes uint8 [..., K/block * bytes].
 
-    ``target``: the element value that the block's amax is mapped to (default: the largest). A non-finite a gives the NaN byte.
+    ``target``: the element value that the block's amax is mapped to (default: the largest). A non-finite a gives the
+    NaN byte.
     """
     finite = bits_of(a) < EXPONENT_MASK
     if fmt.scale is ScaleKind.E4M3:
-        assert g is not None
         scale = _block_scale(a, g, profile, target or fmt.element.max).clamp_(min=profile.floor)
         byte = encode_magnitude(scale, E4M3)
         if profile.zero_scale is not None:
             byte = torch.where((a == 0) | (byte == 0), E4M3.codebook.index(profile.zero_scale), byte)
-        return torch.where(finite, byte, E4M3.nan_from or 0).to(torch.uint8)
+        return torch.where(finite, byte, E4M3.nan_code).to(torch.uint8)
     if fmt.scale is ScaleKind.E8M0:
         largest_binade = math.frexp(fmt.element.max)[1] - 1
         byte = ((bits_of(a) >> MANTISSA_BITS) - largest_binade).clamp(min=0)  # floor(log2 a) is the exponent field
@@ -125,7 +127,9 @@ def _block_scale(a: Tensor, g: Tensor, profile: Profile, m: float) -> Tensor:
 
 
 def decode_scales(scales: Tensor, fmt: Format) -> Tensor:
-    """Raw scale bytes -> float32 [..., K/block], without the outer scale. HiF4 has its own decoder; no scale -> error."""
+    """Raw scale bytes -> float32 [..., K/block], without the outer scale. HiF4 has its own decoder; no scale ->
+    error.
+    """
     if fmt.scale is ScaleKind.E4M3:
         return decode_e4m3(scales)
     if fmt.scale is ScaleKind.E8M0:
