@@ -3,7 +3,8 @@
 Why a module: every kernel that quantizes (activations before a GEMM, the requantization in an epilogue) must give the
 bytes that ``numerics`` gives, so there is one device definition as there is one host definition. Why bits: Triton's
 division is approximate and its fp8 casts saturate on some devices and versions only, while shifts, adds, comparisons
-and exact products are the same everywhere, in Triton's interpreter too.
+and exact products are the same everywhere, in Triton's interpreter too. (In the interpreter a constant of this module
+must stand to the right of a tensor, ``step * MID_1``: its own operators do not know tensors.)
 
 Invariants: no literal of the format stands here; every constant is computed from the formats table at import.
 Magnitudes travel as int32 bit patterns (sign cleared), which order as the floats do and keep NaN and Inf apart.
@@ -41,6 +42,7 @@ BIAS = tl.constexpr(127)
 
 BLOCK = tl.constexpr(_FORMAT.block)
 ELEMENT_MAX = tl.constexpr(_FORMAT.element.max)
+ELEMENT_TOP = tl.constexpr(_FORMAT.element.top)
 # Where the sign bit of a float32 goes in a code.
 SIGN_SHIFT = tl.constexpr(31 - _FORMAT.element.magnitude_bits)
 SIGN_CODE = tl.constexpr(1 << _FORMAT.element.magnitude_bits)
@@ -54,10 +56,17 @@ BOUND_CARRY = tl.constexpr(2**23 - 1 - (_BOUND & (2**23 - 1)))
 
 SCALE_FLOOR = tl.constexpr(_PROFILE.floor)
 SCALE_MAX = tl.constexpr(_PROFILE.scale_bound)
+SCALE_TOP = tl.constexpr(E4M3.top)
 SCALE_NAN = tl.constexpr(E4M3.nan_from)
 SCALE_DROPPED = tl.constexpr(23 - E4M3.mantissa_bits)  # mantissa bits of float32 that E4M3 does not have
-SCALE_HALF = tl.constexpr(2 ** (22 - E4M3.mantissa_bits) - 1)  # just under half a step
+SCALE_HALF = tl.constexpr(2 ** (22 - E4M3.mantissa_bits))  # half a step of E4M3, in those bits
 SCALE_REBIAS = tl.constexpr((127 - E4M3.bias) << E4M3.mantissa_bits)
+
+# Rounding to integers by addition: adding ROUND leaves the nearest integer, ties to even, in the low bits of the sum.
+# Adding SNAP first leaves a quotient rounded to a multiple of 2^-14 (see encode_element).
+ROUND = tl.constexpr(1.5 * 2**23)
+SNAP = tl.constexpr(512.0)
+ROUND_TOP = tl.constexpr(_bits(1.5 * 2**23) + _FORMAT.element.top)
 
 
 @triton.jit
@@ -108,15 +117,23 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def encode_scale(amax, outer):
-    """Bits of block amaxes and the power-of-two g -> int32 E4M3 bytes of amax/(6g): floored, nearest even, saturating.
+def encode_scale(amax, exponent):
+    """Bits of block amaxes, biased exponent of g -> int32 E4M3 bytes of amax/(6g): floored, nearest even, saturating.
 
-    A block whose amax is Inf or NaN gets E4M3's NaN byte. One IEEE division for a block of elements.
+    An approximate quotient finds E4M3 neighbours, the amax is then compared with 6g times the middle between them,
+    which is exact: where the quotient falls just across a neighbour, the comparison decides the same. A block whose
+    amax is Inf or NaN gets E4M3's NaN byte.
     """
-    quotient = tl.math.div_rn(finite_or_zero(amax).to(tl.float32, bitcast=True), ELEMENT_MAX * outer)
+    finite = finite_or_zero(amax)
+    quotient = finite.to(tl.float32, bitcast=True) * (power_of_two(-exponent + 2 * BIAS) * (1.0 / ELEMENT_MAX))
     bits = tl.minimum(tl.maximum(quotient, SCALE_FLOOR), SCALE_MAX).to(tl.int32, bitcast=True)
-    odd = (bits >> SCALE_DROPPED) & 1
-    byte = ((bits + (SCALE_HALF + odd)) >> SCALE_DROPPED) - SCALE_REBIAS
+    below = bits >> SCALE_DROPPED
+    middle = ((below << SCALE_DROPPED) | SCALE_HALF).to(tl.float32, bitcast=True) * (
+        ELEMENT_MAX * power_of_two(exponent)
+    )
+    # Bit patterns of floats are ordered as integers: adding 1 to amax's turns > into >=, for a tie below an even code.
+    above = finite + (below & 1) > middle.to(tl.int32, bitcast=True)
+    byte = tl.minimum(below + above.to(tl.int32) - SCALE_REBIAS, SCALE_TOP)
     return tl.where(amax < INFINITY, byte, SCALE_NAN)
 
 
@@ -128,20 +145,48 @@ def decode_scale(byte):
 
 
 @triton.jit
-def encode_element(x, step):
-    """float32 x and step = block scale * g (same shape or broadcast) -> int32 codes of x / step: nearest, ties to even.
+def encode_element(x, step, SHORT: tl.constexpr):
+    """float32 x and step = block scale * g (broadcast) -> int32 codes of x / step: nearest, ties to even, saturating.
 
-    No quotient is formed: |x| is compared with midpoint * step, which is exact (7 significant bits). Three comparisons
-    find the code bit by bit; a midpoint below an even code belongs to it, one below an odd code does not. A step of NaN
-    gives the magnitude zero.
+    SHORT promises that x came from bfloat16 or float16. A step of NaN gives the magnitude zero.
     """
-    a = tl.abs(x)
-    high = a >= MID_4 * step
-    middle = a >= tl.where(high, MID_6 * step, MID_2 * step)
+    if SHORT:
+        magnitude = _magnitude_of_short(tl.abs(x), step)
+    else:
+        magnitude = _magnitude(tl.abs(x), step)
+    return magnitude | ((x.to(tl.int32, bitcast=True) >> SIGN_SHIFT) & SIGN_CODE)
+
+
+@triton.jit
+def _magnitude(a, step):
+    """Any float32. No quotient: a is compared with midpoint * step, which is exact (7 significant bits).
+
+    Three comparisons find the code bit by bit; a midpoint below an even code belongs to it, one below an odd code does
+    not.
+    """
+    high = a >= step * MID_4
+    middle = a >= tl.where(high, step * MID_6, step * MID_2)
     low = a > tl.where(
         high,
-        tl.where(middle, MID_7 * step, MID_5 * step),
-        tl.where(middle, MID_3 * step, MID_1 * step),
+        tl.where(middle, step * MID_7, step * MID_5),
+        tl.where(middle, step * MID_3, step * MID_1),
     )
-    magnitude = high.to(tl.int32) * 4 + middle.to(tl.int32) * 2 + low.to(tl.int32)
-    return magnitude | ((x.to(tl.int32, bitcast=True) >> SIGN_SHIFT) & SIGN_CODE)
+    return high.to(tl.int32) * 4 + middle.to(tl.int32) * 2 + low.to(tl.int32)
+
+
+@triton.jit
+def _magnitude_of_short(a, step):
+    """Values with at most 11 significant bits: half the instructions of ``_magnitude``, most on the multiply-add units.
+
+    Such a value is either midpoint * step exactly, and then a * (1/step) is within 2^-19 of the midpoint, or its
+    quotient is at least 2^-13 away. Rounding the quotient to a multiple of 2^-14 therefore puts the first kind on the
+    midpoint and leaves the others on their side, fused multiply-add or not. The E2M1 code is then the least of three
+    roundings to integers, one for each spacing of the codebook: 2q, q + 2, q/2 + 4.
+    """
+    real = step == step
+    snapped = a * (1.0 / step) + SNAP
+    halves = (snapped * 2.0 + (ROUND - 2.0 * SNAP)).to(tl.int32, bitcast=True)
+    ones = (snapped + (ROUND + 2.0 - SNAP)).to(tl.int32, bitcast=True)
+    twos = (snapped * 0.5 + (ROUND + 4.0 - 0.5 * SNAP)).to(tl.int32, bitcast=True)
+    least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, ROUND_TOP))
+    return least & tl.where(real, ELEMENT_TOP, 0)

@@ -4,7 +4,7 @@ Why a kernel: the torch reference makes several passes over memory; here a row i
 one (the second reading comes from the cache), and what is written is 4.5 bits per value. The bytes are those of
 ``numerics.quantize(x, "nvfp4", profile="pow2")``, in every dtype, for every K that is a multiple of the block.
 
-Invariants: no division per element, no float8 cast, 64-bit addresses, every masked load has a value, and a row's bytes
+Invariants: no division of elements, no float8 cast, 64-bit addresses, every masked load has a value, and a row's bytes
 depend on that row alone (and the given scale): not on the batch, the tile sizes or the device.
 """
 
@@ -122,6 +122,7 @@ def _quantize_nvfp4_kernel(
 ):
     """Grid (row tiles, splits). Program (i, j) quantizes tiles j, j + SPLITS, ... of its BLOCK_M rows."""
     BLOCKS: tl.constexpr = BLOCK_K // nvfp4.BLOCK
+    SHORT: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1).to(tl.int64)
@@ -150,11 +151,11 @@ def _quantize_nvfp4_kernel(
         x = nvfp4.to_float32(tl.load(x_rows + column[None, :], mask=here, other=0.0))
         blocks = tl.reshape(x, [BLOCK_M, BLOCKS, nvfp4.BLOCK])
         amax = tl.max(nvfp4.magnitude_bits(blocks), axis=2)
-        scale = nvfp4.encode_scale(amax, outer[:, None])
+        scale = nvfp4.encode_scale(amax, exponent[:, None])
         if not OWN_OUTER:
             scale = tl.where((exponent == 0)[:, None], nvfp4.SCALE_NAN, scale)
         step = nvfp4.decode_scale(scale) * outer[:, None]
-        codes = nvfp4.encode_element(blocks, step[:, :, None])
+        codes = nvfp4.encode_element(blocks, step[:, :, None], SHORT)
         low, high = tl.split(tl.reshape(codes, [BLOCK_M, BLOCK_K // 2, 2]))
 
         block = start // nvfp4.BLOCK + tl.arange(0, BLOCKS)
