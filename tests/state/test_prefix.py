@@ -109,6 +109,13 @@ def test_packing_restarts():
     assert keys[1][valid[1]].tolist() == reference([7]) + reference([1, 2, 3, 4])
 
 
+def test_padding_between_tokens_does_not_restart():
+    ids, mask = torch.tensor([[5, 0, 0, 6]]), torch.tensor([[1, 0, 0, 1]])
+    keys, _, state = prefix_keys(ids, mask, torch.tensor([[0, 0, 1, 1]]))
+    assert keys[0, [0, 3]].tolist() == reference([5, 6])
+    assert (state.count.item(), state.position.item()) == (2, 1)
+
+
 def test_packed_sequences_of_one_token():
     ids, positions = torch.tensor([[5, 5, 6]]), torch.zeros(1, 3, dtype=torch.int64)
     assert prefix_keys(ids, position_ids=positions)[0][0].tolist() == reference([5]) * 2 + reference([6])

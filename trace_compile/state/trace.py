@@ -152,7 +152,7 @@ class Trace:
             raise GuidanceError(
                 f"rows are {rows.dtype} {tuple(rows.shape)}, the layout records uint8 [..., {self.layout.row_bytes}]"
             )
-        rows = rows.reshape(-1, self.layout.row_bytes)
+        rows = rows.reshape(rows.shape[:-1].numel(), self.layout.row_bytes)
         if keys.dtype != torch.int64 or rows.shape[0] != count or (valid is not None and valid.numel() != count):
             raise GuidanceError(f"{keys.dtype} keys for {count} positions, but {rows.shape[0]} rows of records")
         stage = self._stage_for(version, self._table(outer))
