@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from trace_compile.export import ExpertTensor, ExpertWeights
@@ -88,3 +93,19 @@ def logits(model: nn.Module) -> torch.Tensor:
     tokens = torch.randint(3, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         return model(tokens).logits
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, read by the safetensors package."""
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
+def digest(path: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.iterdir())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,20 @@ CODES = {"compressed-tensors": "weight_packed", "modelopt": "weight"}
 Exported = tuple[Path, list[ExpertWeights], str]
 
 
-@pytest.fixture(params=["compressed-tensors", "modelopt"])
-def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
+@pytest.fixture(scope="module", params=["compressed-tensors", "modelopt"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     model = build()
     experts = pack_model(model)
-    export_checkpoint(model, experts, tmp_path / "out", format=request.param, activations=True)
-    return tmp_path / "out", experts, request.param
+    path = tmp_path_factory.mktemp("whole") / "out"
+    export_checkpoint(model, experts, path, format=request.param, activations=True)
+    return path, experts, request.param
+
+
+@pytest.fixture
+def exported(whole: Exported, tmp_path: Path) -> Exported:
+    """A copy to damage."""
+    path, experts, fmt = whole
+    return Path(shutil.copytree(path, tmp_path / "out")), experts, fmt
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

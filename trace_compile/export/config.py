@@ -17,7 +17,7 @@ from torch import nn
 
 from trace_compile.errors import ExportError, FingerprintMismatchError
 from trace_compile.export.experts import ExpertWeights
-from trace_compile.export.names import RegionNames, hub_class
+from trace_compile.export.names import RegionNames
 from trace_compile.export.writer import CONFIG, MARK
 from trace_compile.ops.scheme import MoEScheme
 
@@ -54,7 +54,7 @@ def model_config(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     for alias, name in type(config).attribute_map.items():
         if name in content:
             content.setdefault(alias, content[name])
-    content["architectures"] = [hub_class(model).__name__]
+    content["architectures"] = [type(model).__name__]
     content["dtype"] = str(dtype).removeprefix("torch.")
     return content
 

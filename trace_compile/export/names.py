@@ -9,7 +9,6 @@ where each marker comes out gives the name. Families whose checkpoints keep expe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,20 +23,14 @@ from trace_compile.export.experts import ExpertTensor, ExpertWeights, to_paramet
 _LEAF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def hub_class(model: nn.Module) -> type:
-    """The class that published the model: this package swaps a model's class for a subclass of its own."""
-    return next(c for c in type(model).__mro__ if not c.__module__.startswith("trace_compile"))
-
-
 def hub_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and split state-dict entries as ``save_pretrained`` would. Other modules: unchanged."""
+    """Rename and split state-dict entries as ``save_pretrained`` would. Other modules: unchanged.
+
+    transformers looks conversions up by class, so a class swapped in must keep its base's name and module.
+    """
     if not isinstance(model, PreTrainedModel) or not state:
         return dict(state)
-    # transformers gives no conversion to classes outside its own package, so it must see the class it published. The
-    # shallow copy shares every parameter.
-    plain = copy.copy(model)
-    plain.__class__ = hub_class(model)
-    return revert_weight_conversion(plain, dict(state))
+    return revert_weight_conversion(model, dict(state))
 
 
 def other_state(model: nn.Module, experts: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

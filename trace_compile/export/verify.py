@@ -266,7 +266,7 @@ def _compare(checkpoint: Checkpoint, item: ExpertWeights, problems: list[str]) -
             stored = stored.transpose(1, 2)
         if not _same_bits(stored, expected):
             problems.append(f"{name} differs from the training graph's values")
-        compared += item.num_experts
+        compared += item.num_experts * sum(source is item.tensors()[key] for source, _ in item.projections().values())
     for projection, (tensor, rows) in item.projections().items():
         key = "down" if tensor is item.down else "gate_up"
         if key in stacked:
