@@ -1,7 +1,7 @@
 """One spelling per identity, without changing a bit.
 
-- an in-place operation on a tensor that nothing else holds becomes the ordinary operation, its later readers reading the
-  result: after this the meaning of a node no longer depends on where in the graph it is read;
+- an in-place operation on a tensor that nothing else holds becomes the ordinary operation, its later readers reading
+  the result: after this the meaning of a node no longer depends on where in the graph it is read;
 - casts, reshapes and the like that change nothing disappear;
 - every checkpointed call gets a subgraph of its own;
 - assertions about metadata, which exported graphs carry, disappear.
@@ -34,10 +34,25 @@ _FUNCTIONAL = {
 
 # Operations whose result is memory of its own. A tensor from elsewhere may be visible under another name.
 _FRESH = frozenset(
-    "add sub mul div neg linear mm bmm matmul einsum softmax sigmoid silu gelu relu sort topk argsort clamp masked_fill where "
-    "empty empty_like zeros zeros_like new_zeros ones ones_like full full_like arange repeat_interleave clone cumsum histc "
-    "bincount index_put scatter index_add scatter_add grouped_mm _grouped_mm grouped_mm_fallback floor_divide ge gt lt le "
-    "sum mean rsqrt pow cat stack one_hot index_select".split()
+    (
+        *("add", "sub", "mul", "div", "neg", "pow", "rsqrt", "floor_divide", "ge", "gt", "lt", "le", "clamp", "where"),
+        *("linear", "mm", "bmm", "matmul", "einsum", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+        *("softmax", "sigmoid", "silu", "gelu", "relu", "sort", "topk", "argsort", "cumsum", "histc", "bincount"),
+        *(
+            "empty",
+            "empty_like",
+            "zeros",
+            "zeros_like",
+            "new_zeros",
+            "ones",
+            "ones_like",
+            "full",
+            "full_like",
+            "arange",
+        ),
+        *("masked_fill", "index_put", "scatter", "index_add", "scatter_add", "index_select", "repeat_interleave"),
+        *("clone", "sum", "mean", "cat", "stack", "one_hot"),
+    )
 )
 
 _NO_OPS = ("to", "float", "bfloat16", "half", "type", "type_as", "reshape", "view", "contiguous", "expand", "flatten")
@@ -96,7 +111,7 @@ def _is_fresh(node: Node) -> bool:
         source = node.args[0]
         pair = isinstance(source, Node) and op_name(source) in ("sort", "topk")
         same_item = [u for u in source.users if u.args[1:] == node.args[1:]] if isinstance(source, Node) else []
-        return pair and len(same_item) == 1 or _is_gather(node)
+        return (pair and len(same_item) == 1) or _is_gather(node)
     if op_name(node) in ("squeeze", "unsqueeze", "view", "reshape", "transpose"):
         source = node.args[0]
         return isinstance(source, Node) and len(source.users) == 1 and _is_fresh(source)

@@ -81,7 +81,7 @@ def dense_gemm(of: Meaning, node: Node) -> DenseGemm | NoMatch | None:
     rows, weight = operands[0], of(operands[1])
     if not isinstance(weight, Weight) or not isinstance(rows, Node) or isinstance(of(rows), Weight):
         return None
-    e, p, q = b
+    e, p, q = tuple(b)
     if e not in result or result[-1] not in (p, q):
         return (
             None

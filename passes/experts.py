@@ -7,6 +7,7 @@ result and what the combine part makes of it are :class:`Rows`; the two halves o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ PRODUCTS = (*GROUPED, "bmm", "matmul", "einsum", "baddbmm", "mm", "addmm", "line
 
 @dataclass(frozen=True)
 class Gemm:
-    """``result[r] = weight[expert(r)] @ rows[r]``. ``transposed``: the parameter is ``[E, K, N]``, not ``[E, N, K]``."""
+    """``result[r] = weight[expert(r)] @ rows[r]``. The parameter is ``[E, N, K]``, or ``[E, K, N]`` if ``transposed``."""
 
     node: Node
     rows: Node
@@ -152,29 +153,25 @@ def _batched(of: Meaning, node: Node) -> Gemm | NoMatch | None:
     if picked is None:
         return None
     right = isinstance(of(b), Picked)
-    rows = a if right else b
     if op_name(node) == "einsum":
-        equation = str(node.args[0]).replace(" ", "")
-        if equation not in _ROW_EQUATIONS:
-            return NoMatch(f"einsum {equation} over gathered weights", node.name)
-        kept, swap = _ROW_EQUATIONS[equation] if right else (False, False)
-        if not kept:
-            return NoMatch(f"einsum {equation} over gathered weights", node.name)
+        known = _row_equation(str(node.args[0])) if right else None
+        rows, swap = (a, known[0]) if known else (None, False)
     else:
-        kept_rows = _without_column(rows, 1 if right else 2)
-        if kept_rows is None:
-            return NoMatch(f"operand {rows} is not one row per gathered weight", node.name)
-        rows, swap = kept_rows, right
+        rows, swap = _without_column(a if right else b, 1 if right else 2), right
+    if not isinstance(rows, Node):
+        return NoMatch(f"{op_name(node)} over gathered weights is not one matrix times one row each", node.name)
     # Seen as [S, N, K] the parameter is [E, N, K] unless it was swapped on the way.
     transposed = picked.swapped != swap
     return Gemm(node, rows, picked.param, transposed, picked.ids, picked.order, picked.experts, "bmm")
 
 
-_ROW_EQUATIONS = {
-    f"{r}{k},{r}{w}->{r}{n}": (True, w == f"{k}{n}")
-    for r, k, n in (("s", "k", "n"), ("b", "i", "o"), ("n", "i", "o"), ("t", "h", "n"), ("s", "h", "n"))
-    for w in (f"{k}{n}", f"{n}{k}")
-}
+def _row_equation(equation: str) -> tuple[bool] | None:
+    """For ``sk,snk->sn`` under any letters: whether the matrix is [K, N] instead."""
+    found = re.fullmatch(r"(.)(.),\1(.)(.)->\1(.)", equation.replace(" ", ""))
+    if found is None:
+        return None
+    _, k, p, q, n = found.groups()
+    return (p == k,) if k != n and {p, q} == {k, n} else None
 
 
 def _without_column(node: Any, dim: int) -> Node | None:

@@ -32,7 +32,7 @@ def lower(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphM
     Raises ``LoweringError`` when nobody runs an op, or one is left that belongs to no region.
     """
     choices = []
-    for scope, node, region in region_ops(gm, *IR_OPS):
+    for _, node, region in region_ops(gm, *IR_OPS):
         name = op_name(node)
         provider = provider_for(name, map_arg(node.args, fake))
         node.target = provider.target

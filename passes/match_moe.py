@@ -320,37 +320,51 @@ def _expert_operand(scope: Scope, node: Node) -> str | None:
     """Dotted name of the stacked parameter that a product multiplies by, if it does."""
     if op_name(node) not in PRODUCTS:
         return None
-    for operand in node.all_input_nodes:
-        name = _stacked(scope, operand)
-        if name is not None:
-            return name
-    return None
+    names = (_stacked(scope, operand) for operand in node.all_input_nodes)
+    return next((name for name in names if name), None)
+
+
+_KEEPS_WEIGHTS = frozenset(
+    (
+        *("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "expand", "clone", "detach"),
+        *("transpose", "permute", "t", "select", "narrow", "chunk", "split", "unbind", "stack", "cat"),
+        *("to", "float", "bfloat16", "half", "type", "type_as", "mul", "div", "add", "sub", "neg"),
+    )
+)
 
 
 def _stacked(scope: Scope, node: Node) -> str | None:
-    """A name if ``node`` holds expert weights: computed from parameters alone, three-dimensional at some point."""
+    """The name of what ``node`` holds if that is expert weights: made of parameters alone, and stacked at some point."""
     todo, seen, found = [node], {node}, None
     while todo:
         n = todo.pop()
+        name = op_name(n)
         if n.op in ("placeholder", "get_attr"):
-            root = origin(scope, n) if n.op == "placeholder" else n
+            root = n if n.op == "get_attr" else origin(scope, n)
             if root is None or not _is_parameter(root):
-                if isinstance(fake(n), torch.Tensor) and fake(n).dtype.is_floating_point:
-                    return None
-                continue
+                return None
+            label = dotted_name(root)
+        elif name in ("getitem", "index_select"):
+            if len(shape(n.args[0]) or (0, 0, 0)) < 3:
+                return None  # rows of a table, picked by ids, are activations
+            label = n.name
+        elif name in _KEEPS_WEIGHTS:
+            label = n.name
+        else:
+            return None
         dims = shape(n)
-        if dims is not None and len(dims) == 3 and not same(dims[0], 1):
-            found = dotted_name(root) if n.op == "placeholder" else found or n.name
-        new = [a for a in n.all_input_nodes if a not in seen and _carries_weight(n, a)]
+        if dims is not None and len(dims) >= 3 and not same(dims[0], 1):
+            found = label if n.op == "placeholder" or found is None else found
+        new = [a for a in n.all_input_nodes if a not in seen and _carries_weight(a)]
         seen.update(new)
         todo += new
     return found
 
 
-def _carries_weight(node: Node, operand: Node) -> bool:
+def _carries_weight(operand: Node) -> bool:
     """Indices select weights without being weights."""
     value = fake(operand)
-    return isinstance(value, (tuple, list)) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
+    return isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
 
 
 def _is_parameter(root: Node) -> bool:

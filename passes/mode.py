@@ -20,7 +20,7 @@ class Mode:
     guidance: what guide rows hold. guided: names of the regions that take guidance, None for all.
     record: what comes out beside the results; ``ranges`` are amax, counts, histogram and saturation, and ``bit`` or
     ``code`` add record rows. recorded: regions that give record rows, None for all; ranges always come from all.
-    routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, for measuring drift.
+    routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, to measure drift.
     diagnose: hand out mismatch counts against the guidance.
     train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
     instead of keeping its result. strict: an expert-shaped operation left as it is raises.

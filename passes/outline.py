@@ -46,13 +46,13 @@ def _check(matches: list[Match], unmatched: list[NoMatch], strict: bool) -> None
             else "no operation is expert-shaped"
         )
         raise NoMoERegionError(
-            f"no mixture-of-experts region was found; {what}. Experts must run as grouped or batched GEMMs over stacked "
-            "parameters (transformers: experts_implementation='grouped_mm')"
+            f"no mixture-of-experts region was found; {what}. Experts must run as grouped or batched GEMMs over "
+            "stacked parameters (transformers: experts_implementation='grouped_mm')"
         )
     if unmatched and strict:
         raise NoMoERegionError(
-            f"{len(matches)} region(s) found, but {len(unmatched)} expert-shaped operation(s) would be left as they are "
-            f"(strict=False allows that):{listed}"
+            f"{len(matches)} region(s) found, but {len(unmatched)} expert-shaped operation(s) would be left as they "
+            f"are (strict=False allows that):{listed}"
         )
 
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ..errors import LoweringError
 from ..numerics import FORMATS
 from ..ops.nvfp4_moe import Out
-from ..ops.rows import guide_bytes, record_bytes
+from ..ops.rows import guide_bytes
 from ..ops.scheme import MoEScheme, OperandScheme
 from .feeds import Feeds, region_ops
 from .graph import Builder, Scope, bring_in, fake, scopes
@@ -24,8 +24,8 @@ def quantize(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Gra
     """Replaces every ``moe_float`` by ``nvfp4_moe`` under ``config.scheme``; nothing to do where that is None.
 
     Masters stay operands only where gradients are wanted (``config.train``) or the scheme leaves weights unquantized.
-    Raises what the op raises for widths that are not whole blocks, ``GuidanceError`` where regions see different numbers
-    of tokens, ``LoweringError`` for gates on the input with several experts per token.
+    Raises what the op raises for widths that are not whole blocks, ``GuidanceError`` where regions see different
+    numbers of tokens, ``LoweringError`` for gates on the input with several experts per token.
     """
     if config.scheme is None:
         return gm
@@ -68,8 +68,8 @@ def _scale_tokens(at: Builder, x: Any, gates: Any, region: MoERegion) -> tuple[N
     """Gates on the input: with one expert per token the quantizer's input is simply the scaled token."""
     if region.top_k != 1:
         raise LoweringError(
-            f"{region.name} scales its input by the gates of {region.top_k} experts per token: the quantized op takes one "
-            "row per token; use a scheme of None for this model"
+            f"{region.name} scales its input by the gates of {region.top_k} experts per token: the quantized op takes "
+            "one row per token; use a scheme of None for this model"
         )
     scaled = at.method("to", at.function(operator.mul, x, gates), fake(x).dtype)
     return scaled, at.function(torch.ones_like, gates)
@@ -115,7 +115,7 @@ def _guidance(
     act = config.scheme.act if config.scheme else None
     assert act is not None
     tokens, index = feeds.tokens(), guided.index(region)
-    start = sum(record_bytes(r.hidden, config.guidance, act) for r in guided[:index])
+    start = sum(guide_bytes(r.hidden, config.guidance, act.fmt) for r in guided[:index])
     stop = start + guide_bytes(region.hidden, config.guidance, act.fmt)
     guide = feeds.whole(Feed("guide"), (tokens, guide_row_bytes(guided, config.guidance, act)), torch.uint8, node)
     outer = feeds.whole(Feed("guide_outer"), (tokens, len(guided)), torch.float32, node)
@@ -129,5 +129,6 @@ def _guidance(
 
 
 def guide_row_bytes(guided: list[MoERegion], kind: str, act: OperandScheme) -> int:
-    """Bytes of the guide rows of ``guided`` regions, in model order: what their record rows have."""
-    return sum(record_bytes(region.hidden, kind, act) for region in guided)
+    """Bytes of the guide rows of ``guided`` regions, in model order. Outer scales come apart: rows recorded with scales
+    of their own serve a graph with traced ones."""
+    return sum(guide_bytes(region.hidden, kind, act.fmt) for region in guided)

@@ -202,20 +202,6 @@ def is_column(dims: Any) -> bool:
     return dims is not None and len(dims) == 2 and same(dims[1], 1)
 
 
-RESHAPES = (
-    "reshape",
-    "view",
-    "flatten",
-    "unsqueeze",
-    "squeeze",
-    "contiguous",
-    "expand",
-    "clone",
-    "detach",
-    "unflatten",
-)
-
-
 @rule("reshape", "view", "flatten")
 def _pairs_of(of: Meaning, node: Node) -> Value:
     """``[T, K] -> [S]``."""

@@ -81,7 +81,7 @@ class PassRunner:
     def bisect(
         self, gm: GraphModule, example_inputs: list[Any], *, config: Any, good: Callable[[GraphModule], bool]
     ) -> str | None:
-        """Name of the first pass after which ``good(graph)`` is False, or None if it never is. ``gm`` is not changed."""
+        """The first pass after which ``good(graph)`` is False, or None if it never is. ``gm`` is not changed."""
         gm = clone(gm)
         for step in self.passes:
             if step.name not in self.disabled:

@@ -1,0 +1,346 @@
+"""The Dynamo backend: from a captured graph, through the passes, to a callable that asks the runtime for what is not in
+the graph.
+
+Dynamo captures the model as one torch-level graph before autograd and calls a :class:`Backend` with it. The backend
+rewrites a copy of the graph and hands it to an inner compiler. What a graph cannot hold comes from and goes to a
+:class:`Runtime` at every call: packed weights, outer scales and guidance go in behind the model's own arguments,
+records come out behind the model's own results. Parameters are addressed by their position among the arguments, never by
+identity, so the same compiled graph serves whichever module Dynamo calls it with.
+
+Capture under :func:`capturing`, which sets what the passes rely on and gives errors their names:
+
+    with capturing():
+        out = torch.compile(model, backend=Backend(mode, runtime), dynamic=True, fullgraph=True)(ids)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .errors import GraphCaptureError, GuidanceError, TraceCompileError
+from .ops.scheme import W4A4_ROW, MoEScheme, OperandScheme
+from .ops.weights import Packed, WeightLayout, pack_experts
+from .passes.graph import clone, fake, output_of, placeholders
+from .passes.mode import Mode
+from .passes.pipeline import PIPELINE
+from .passes.region import PROJECTIONS, Emit, Feed, MoERegion
+from .passes.report import CompileReport, untouched
+from .passes.runner import PassRunner
+
+__all__ = ["Backend", "CompileReport", "Mode", "Runtime", "capturing", "trace_compile_backend"]
+
+Compiler = Literal["eager", "aot_eager", "inductor"]
+Emits = dict[str, dict[str, Tensor]]
+
+
+class Guidance(Protocol):
+    """Records of the current call's T tokens, the guided regions side by side in model order.
+
+    rows u8 [T, R], each region's payload and block scales; outer f32 [T, guided regions]; hit bool [T].
+    """
+
+    @property
+    def rows(self) -> Tensor: ...
+    @property
+    def outer(self) -> Tensor: ...
+    @property
+    def hit(self) -> Tensor: ...
+
+
+class Runtime(Protocol):
+    """Resolves a graph's feeds and takes its emits. None of it happens while compiling."""
+
+    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+        """Packed ``"w13"`` or ``"w2"`` of the region, whose parameter now is ``param``. Cheap while it is unchanged."""
+        ...
+
+    def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
+        """f32 [n]: the traced outer scale of each (region name, projection)."""
+        ...
+
+    def guidance(self) -> Guidance: ...
+
+    def valid(self, tokens: int) -> Tensor:
+        """bool [tokens]: the tokens that count in statistics."""
+        ...
+
+    def emit(self, emits: Emits) -> None:
+        """kind -> region name -> tensor, for the kinds that the mode asks for."""
+        ...
+
+
+class Backend:
+    """One mode's backend; Dynamo may call it several times (lengths 0 and 1, and once more per frame when dynamic).
+
+    Args:
+        mode: what the graphs are for.
+        runtime: resolves feeds, takes emits.
+        compiler: what compiles the rewritten graph. ``eager`` runs it as it is, autograd coming from the ops.
+        dump_dir: where to write the graph before and after each pass, one folder per compilation.
+        disabled_passes: names of passes to leave out.
+
+    Raises ``NoMoERegionError`` and the passes' other errors while compiling; Dynamo wraps them, :func:`capturing`
+    unwraps them.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        runtime: Runtime,
+        *,
+        compiler: Compiler | str = "eager",
+        dump_dir: str | Path | None = None,
+        disabled_passes: Iterable[str] = (),
+    ) -> None:
+        if compiler not in ("eager", "aot_eager", "inductor"):
+            raise GraphCaptureError(f"compiler {compiler!r}: use 'eager', 'aot_eager' or 'inductor'")
+        self.mode = mode
+        self.runtime = runtime
+        self.compiler = compiler
+        self.dump_dir = Path(dump_dir) if dump_dir is not None else None
+        self.disabled_passes = tuple(disabled_passes)
+        self.reports: list[CompileReport] = []
+
+    @property
+    def compile_count(self) -> int:
+        return len(self.reports)
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        start = time.perf_counter()
+        rewritten = clone(gm)
+        folder = self.dump_dir / f"graph{len(self.reports)}" if self.dump_dir is not None else None
+        runner = PassRunner(PIPELINE, self.disabled_passes, folder)
+        rewritten = runner.run(rewritten, example_inputs, config=self.mode)
+        call = _Call(rewritten, len(example_inputs), self.runtime)
+        call.compiled = _compile(rewritten, [*example_inputs, *call.fake_feeds()], self.compiler)
+        meta = rewritten.meta
+        self.reports.append(
+            CompileReport(
+                mode=self.mode,
+                regions=meta.get("regions", ()),
+                unmatched=meta.get("unmatched", ()),
+                choices=meta.get("choices", ()),
+                untouched=untouched(rewritten),
+                feeds=meta.get("feeds", ()),
+                emits=meta.get("emits", ()),
+                timings=tuple(runner.timings),
+                seconds=time.perf_counter() - start,
+            )
+        )
+        return call if call.feeds or call.emits else call.compiled
+
+
+def _compile(gm: GraphModule, inputs: list[Any], compiler: str) -> Callable[..., Any]:
+    if compiler == "eager":
+        return gm.forward
+    return torch._dynamo.lookup_backend(compiler)(gm, inputs)  # type: ignore[return-value]
+
+
+class _Call:
+    """A compiled graph with its feeds and emits: takes the model's arguments, returns the model's results."""
+
+    compiled: Callable[..., Any]
+
+    def __init__(self, gm: GraphModule, inputs: int, runtime: Runtime) -> None:
+        self.feeds: tuple[Feed, ...] = gm.meta.get("feeds", ())
+        self.emits: tuple[Emit, ...] = gm.meta.get("emits", ())
+        self._runtime = runtime
+        self._regions: dict[str, MoERegion] = {r.name: r for r in gm.meta.get("regions", ())}
+        nodes = placeholders(gm.graph)
+        self._position = {node.name: i for i, node in enumerate(nodes[:inputs])}
+        self._fakes = [fake(node) for node in nodes[inputs:]]
+        per_token = [f for feed, f in zip(self.feeds, self._fakes, strict=True) if feed.kind in _PER_TOKEN]
+        self._tokens = _size_reader(per_token[0].shape[0], [fake(n) for n in nodes[:inputs]]) if per_token else None
+        self._results = len(output_of(gm.graph).args[0]) - len(self.emits)  # type: ignore[arg-type]
+
+    def fake_feeds(self) -> list[Tensor]:
+        """Example inputs for the feeds, in the inner compiler's fake mode."""
+        mode = torch._guards.detect_fake_mode()
+        if mode is None:
+            return self._fakes
+        with mode:
+            return [torch.empty(f.shape, dtype=f.dtype, device=f.device) for f in self._fakes]
+
+    def __call__(self, *args: Any) -> Any:
+        results = self.compiled(*args, *self._resolve(args))
+        if not self.emits:
+            return results
+        emitted: Emits = {}
+        for emit, tensor in zip(self.emits, results[self._results :], strict=True):
+            emitted.setdefault(emit.kind, {})[emit.region] = tensor
+        self._runtime.emit(emitted)
+        return results[: self._results]
+
+    def _resolve(self, args: tuple[Any, ...]) -> list[Tensor]:
+        tokens = self._tokens(args) if self._tokens is not None else None
+        packed: dict[tuple[str, str], Packed] = {}
+        whole: dict[str, Tensor] = {}
+        found = []
+        for feed, like in zip(self.feeds, self._fakes, strict=True):
+            if feed.kind == "packed":
+                key = (feed.region, feed.weight)
+                if key not in packed:
+                    region = self._regions[feed.region]
+                    param = args[self._position[region.weight(feed.weight)[0].placeholder]]
+                    packed[key] = self._runtime.packed(region, feed.weight, param)
+                found.append(getattr(packed[key], feed.part))
+            else:
+                if feed.kind not in whole:
+                    whole |= self._whole(feed.kind, tokens, like)
+                found.append(whole[feed.kind])
+        return found
+
+    def _whole(self, kind: str, tokens: int | None, like: Tensor) -> dict[str, Tensor]:
+        """Feeds that are one tensor for all regions; guidance resolves three of them at once."""
+        if kind == "outer":
+            sites = tuple((name, projection) for name in self._regions for projection in PROJECTIONS)
+            return {"outer": self._runtime.outer(sites)}
+        assert tokens is not None
+        if kind == "valid":
+            return {"valid": self._runtime.valid(tokens)}
+        guidance = self._runtime.guidance()
+        width = next(f for feed, f in zip(self.feeds, self._fakes, strict=True) if feed.kind == "guide").shape[1]
+        rows = guidance.rows
+        if tuple(rows.shape) != (tokens, width):
+            raise GuidanceError(
+                f"guidance has {rows.shape[0]} rows of {rows.shape[1]} bytes; this call runs {tokens} tokens and its "
+                f"guided regions take {width} bytes of each"
+            )
+        return {"guide": rows, "guide_outer": guidance.outer, "hit": guidance.hit}
+
+
+_PER_TOKEN = ("guide", "guide_outer", "hit", "valid")
+
+
+def _size_reader(size: Any, inputs: list[Any]) -> Callable[[tuple[Any, ...]], int]:
+    """Computes a symbolic size from a call's arguments."""
+    if isinstance(size, int):
+        return lambda args: size
+    expression = size.node.expr
+    readers: list[Callable[[tuple[Any, ...]], int]] = []
+    symbols = sorted(expression.free_symbols, key=str)
+    for symbol in symbols:
+        readers.append(_symbol_reader(symbol, inputs))
+    import sympy
+
+    compute = sympy.lambdify(symbols, expression, "math")
+    return lambda args: int(compute(*(read(args) for read in readers)))
+
+
+def _symbol_reader(symbol: Any, inputs: list[Any]) -> Callable[[tuple[Any, ...]], int]:
+    for position, value in enumerate(inputs):
+        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+            return lambda args, i=position: args[i]  # type: ignore[misc]
+        if isinstance(value, Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    return lambda args, i=position, d=dim: args[i].shape[d]  # type: ignore[misc]
+    raise GuidanceError(f"the number of tokens depends on {symbol}, which is no size of an input")
+
+
+# --- capturing --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Calls of compiled models belong in here: floats of modules become constants, and errors get their names.
+
+    A graph break becomes ``GraphCaptureError`` with the model's source line; an error that the backend raised comes out
+    as itself.
+    """
+    try:
+        with torch._dynamo.config.patch(specialize_float=True):
+            yield
+    except torch._dynamo.exc.BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, TraceCompileError):
+            raise failed.inner_exception from None
+        raise
+    except torch._dynamo.exc.Unsupported as broken:
+        raise GraphCaptureError(_explain_break(broken)) from None
+
+
+def _explain_break(broken: torch._dynamo.exc.Unsupported) -> str:
+    stack = [f for f in (getattr(broken, "real_stack", None) or ()) if "/torch/" not in f.filename]
+    reason = str(getattr(broken, "msg", None) or broken).strip().splitlines()[0]
+    where = (
+        f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: {(stack[-1].line or '').strip()}"
+        if stack
+        else ""
+    )
+    return (
+        f"the model cannot be captured as one graph: {reason}{f' at {where}' if where else ''}. Experts that loop over "
+        "data (transformers: experts_implementation='eager') break the graph; use 'grouped_mm'"
+    )
+
+
+# --- torch.compile(backend="trace_compile") ---------------------------------------------------------------------------
+
+
+class _PackOnUse:
+    """The runtime of plain ``torch.compile``: packs a parameter when it changed since it was last used."""
+
+    _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __init__(self, scheme: MoEScheme) -> None:
+        self._scheme = scheme.weight
+
+    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+        assert self._scheme is not None
+        expert, layout = region.weight(which)
+        entries: dict[tuple[WeightLayout, OperandScheme], Any] = self._cache.setdefault(param, {})
+        stamp = (param._version, param.data_ptr())
+        entry = entries.get((layout, self._scheme))
+        if entry is None or entry[0] != stamp:
+            entry = (stamp, pack_experts(param, layout, self._scheme, name=expert.name))
+            entries[layout, self._scheme] = entry
+        return entry[1]
+
+    def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
+        raise GuidanceError("traced outer scales need a trace: use trace_compile(model) instead of torch.compile")
+
+    def guidance(self) -> Guidance:
+        raise GuidanceError("guidance needs a trace: use trace_compile(model) instead of torch.compile")
+
+    def valid(self, tokens: int) -> Tensor:
+        raise GuidanceError("statistics need a trace: use trace_compile(model) instead of torch.compile")
+
+    def emit(self, emits: Emits) -> None:
+        raise GuidanceError("records need a trace: use trace_compile(model) instead of torch.compile")
+
+
+def trace_compile_backend(
+    gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="trace_compile", options={...})``: quantization-aware, without traces or guidance.
+
+    Options: ``scheme``, a ``MoEScheme`` key (default: 4-bit weights and activations with row scales) or ``"none"``;
+    ``compiler``, ``strict``, ``dump_dir``, ``disabled_passes`` as for :class:`Backend` and :class:`Mode`.
+    """
+    chosen = dict(options or {})
+    key = chosen.pop("scheme", W4A4_ROW.key)
+    scheme = None if key == "none" else MoEScheme.parse(key)
+    mode = Mode(scheme=scheme, train=torch.is_grad_enabled(), strict=chosen.pop("strict", True))
+    unknown = sorted(set(chosen) - {"compiler", "dump_dir", "disabled_passes"})
+    if unknown:
+        raise GraphCaptureError(
+            f"no option {unknown[0]!r}; options: scheme, strict, compiler, dump_dir, disabled_passes"
+        )
+    chosen.setdefault("compiler", "inductor" if _on_accelerator(example_inputs) else "eager")
+    return Backend(mode, _PackOnUse(scheme or W4A4_ROW), **chosen)(gm, example_inputs)
+
+
+def _on_accelerator(inputs: list[Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.device.type != "cpu" for t in inputs)
+
+
+if "trace_compile" not in torch._dynamo.list_backends(exclude_tags=()):
+    torch._dynamo.register_backend(trace_compile_backend, name="trace_compile")
