@@ -258,7 +258,7 @@ def capturing() -> Iterator[None]:
     as itself.
     """
     try:
-        with torch._dynamo.config.patch(specialize_float=True):
+        with torch._dynamo.config.patch(specialize_float=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True):
             yield
     except torch._dynamo.exc.BackendCompilerFailed as failed:
         if isinstance(failed.inner_exception, TraceCompileError):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trace_compile.capture import Backend, CompileReport
+from trace_compile.capture import Backend, CompileReport, capturing
 from trace_compile.passes.mode import Mode
 from trace_compile.runtime import Call, GraphRuntime
 
@@ -52,7 +52,7 @@ class Engine:
     def run(self, module: nn.Module, mode: Mode, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` in ``mode``; what the graph emits is left in ``call.emits``."""
         entry, _ = self._entry(mode)
-        with self.runtime.calling(call), torch._dynamo.config.patch(specialize_float=True, recompile_limit=RECOMPILE_LIMIT):
+        with self.runtime.calling(call), capturing(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return entry(module, *args, **kwargs)
 
     def _entry(self, mode: Mode) -> tuple[Callable[..., Any], Backend]:

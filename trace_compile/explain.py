@@ -11,6 +11,7 @@ from rich.table import Table
 from trace_compile.capture import CompileReport
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import MoERegion, NoMatch
+from trace_compile.passes.report import formula
 
 if TYPE_CHECKING:
     from trace_compile.session import Session
@@ -63,7 +64,7 @@ class Explanation:
         for r in self.regions:
             replayed = "yes" if r.name in self.guided else "no"
             sizes = (r.num_experts, r.top_k, r.hidden, r.width)
-            table.add_row(r.name, r.source, *map(str, sizes), str(r.activation), replayed)
+            table.add_row(r.name, r.source, *map(str, sizes), formula(r), replayed)
         return table
 
     def _graphs(self) -> Table:
@@ -72,7 +73,7 @@ class Explanation:
             table.add_column(column)
         for mode, report in self.reports:
             scheme = mode.scheme.key if mode.scheme else "unquantized"
-            lowered = ", ".join(sorted({f"{c.op}: {c.provider} ({c.reason})" for c in report.lowering}))
-            times = ", ".join(f"{t.name} {t.seconds * 1e3:.0f}" for t in report.passes)
+            lowered = ", ".join(sorted({f"{c.op}: {c.provider} ({c.reason})" for c in report.choices}))
+            times = ", ".join(f"{t.name} {t.seconds * 1e3:.0f}" for t in report.timings)
             table.add_row(scheme, mode.guidance, mode.record, lowered, times)
         return table

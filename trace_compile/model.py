@@ -137,4 +137,9 @@ class TraceCompiledModule(nn.Module):
         return attach(clone, session.recipe, session.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        return _as_it_is, (self._plain(),)
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    """What unpickling calls: the pickle holds a plain model."""
+    return model

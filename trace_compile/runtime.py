@@ -17,7 +17,6 @@ from torch import Tensor
 from trace_compile.errors import GuidanceError
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.region import MoERegion
-from trace_compile.state.layout import Site
 from trace_compile.state.trace import Guidance
 
 Emits = dict[str, dict[str, Tensor]]
@@ -56,6 +55,23 @@ class OuterScales:
         return self._stacked[sites]
 
 
+@dataclass(frozen=True)
+class GuideRows:
+    """Guidance as graphs take it: payload and block scales of all sites side by side, outer scales apart.
+
+    rows uint8 [T, R]; outer float32 [T, sites]; hit bool [T].
+    """
+
+    rows: Tensor
+    outer: Tensor
+    hit: Tensor
+
+    @classmethod
+    def of(cls, guidance: Guidance) -> GuideRows:
+        sites = range(len(guidance.layout.sites))
+        return cls(torch.cat([guidance.site(i) for i in sites], dim=1), guidance.outer, guidance.hit)
+
+
 @dataclass
 class Call:
     """One forward call: which tokens count, what guides them, what came out.
@@ -63,13 +79,11 @@ class Call:
     Attributes:
         valid: bool [T], real (not padding) tokens; ``None`` counts every token.
         guidance: looked-up records for the T tokens, or ``None``.
-        sites: record sites in the order of the guidance rows.
         emits: filled by the graph: kind -> region name -> tensor.
     """
 
     valid: Tensor | None = None
     guidance: Guidance | None = None
-    sites: tuple[Site, ...] = ()
     emits: Emits = field(default_factory=dict)
 
 
@@ -115,10 +129,10 @@ class GraphRuntime:
             return torch.ones(tokens, dtype=torch.bool, device=self._device)
         return valid
 
-    def guidance(self) -> Guidance:
+    def guidance(self) -> GuideRows:
         if self.call.guidance is None:
             raise GuidanceError("a guided graph ran without guidance; call model.guide(trace) first")
-        return self.call.guidance
+        return GuideRows.of(self.call.guidance)
 
     def emit(self, emits: Emits) -> None:
         self.call.emits = emits
