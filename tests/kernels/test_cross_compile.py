@@ -42,8 +42,8 @@ def test_quantize(capability: int, dtype: str, own_outer: bool) -> None:
     ptx = built.asm["ptx"]
     assert f".target {TARGETS[capability]}" in ptx
     assert len(built.asm["cubin"]) > 1000
-    # The float32 path forms no quotient; the 16-bit path forms 1/step once for what a thread holds of a block (a load of
-    # 16 bytes), and the error of that is accounted for.
+    # The float32 path forms no quotient; the 16-bit path forms 1/step once for what a thread holds of a block,
+    # a load of 16 bytes, and the error of that is accounted for.
     divisions = 0 if dtype == "fp32" else plan.block_m * plan.block_k // (8 * 32 * plan.num_warps)
     assert ptx.count("div.full.f32") == divisions
     assert not [word for word in ("div.rn", "div.approx", "rcp.approx", "e4m3", "call.uni") if word in ptx]
