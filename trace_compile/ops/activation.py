@@ -61,6 +61,13 @@ def _pow_grad(g: Tensor, out: Tensor, x: Tensor, exponent: float) -> Tensor:
     return torch.zeros_like(x) if exponent == 0 else g * (exponent * x.pow(exponent - 1))
 
 
+def _div_vjp(g: Tensor, out: Tensor, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(a, Tensor):  # torch computes number / tensor as number * reciprocal
+        reciprocal = b.reciprocal()
+        return None, (g * a) * -(reciprocal * reciprocal)
+    return g / b, -g * ((a / b) / b)
+
+
 def _select_vjp(loses: Callable[..., Tensor], g: Tensor, out: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """minimum and maximum: the chosen argument gets the gradient, equal arguments get half of it each."""
     halved = torch.where(torch.as_tensor(a == b), g / 2, g)
@@ -95,7 +102,7 @@ OPS: dict[str, ElementwiseOp] = {
     "add": ElementwiseOp(operator.add, lambda g, out, a, b: (g, g), 2),
     "sub": ElementwiseOp(operator.sub, lambda g, out, a, b: (g, -g), 2),
     "mul": ElementwiseOp(operator.mul, lambda g, out, a, b: (g * b, g * a), 2),
-    "div": ElementwiseOp(operator.truediv, lambda g, out, a, b: (g / b, -g * ((a / b) / b)), 2),
+    "div": ElementwiseOp(operator.truediv, _div_vjp, 2),
     "minimum": ElementwiseOp(partial(_extremum, torch.minimum), partial(_select_vjp, operator.gt), 2),
     "maximum": ElementwiseOp(partial(_extremum, torch.maximum), partial(_select_vjp, operator.lt), 2),
 }

@@ -22,7 +22,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     if rows.shape[0] == 0:
         return rows.new_zeros(0, weight.shape[1])
     n, step = weight.shape[1], _row_step(rows)
-    rows, weight = _padded(rows.contiguous(), 1, step), _padded(_padded(weight, 2, step), 1, step)
+    rows, weight = _padded(rows.contiguous(), 1, step), _dense(_padded(_padded(weight, 2, step), 1, step), step)
     out = torch._grouped_mm(rows, weight.transpose(-2, -1), offs=routing.offsets)
     return out[:, :n].masked_fill(routing.dropped, 0)
 
@@ -55,6 +55,15 @@ def grouped_sum(rows: Tensor, routing: Routing) -> Tensor:
 def _row_step(rows: Tensor) -> int:
     """Elements that every GEMM extent has to be a multiple of on this device."""
     return 1 if rows.device.type == "cpu" else _ALIGNMENT // rows.element_size()
+
+
+def _dense(weight: Tensor, step: int) -> Tensor:
+    """``weight [E, N, K]`` itself if N or K is its unit stride and the others suit the kernel, else a copy."""
+    _, n, k = weight.shape
+    outer, rows, columns = weight.stride()
+    matrix = (columns == 1 and rows >= k and rows % step == 0) or (rows == 1 and columns >= n and columns % step == 0)
+    aligned = step == 1 or (outer % step == 0 and weight.data_ptr() % _ALIGNMENT == 0)
+    return weight if matrix and aligned and outer >= n * k else weight.contiguous()
 
 
 def _padded(x: Tensor, dim: int, step: int) -> Tensor:

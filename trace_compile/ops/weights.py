@@ -83,7 +83,7 @@ def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, 
     largest = amax(weight.flatten(1), -1)
     if scheme.outer == "tensor":
         largest = largest.amax().expand_as(largest)
-    outer = outer_scale(largest, scheme.fmt, scheme.profile).contiguous()
+    outer = outer_scale(largest, scheme.fmt, scheme.profile) if fmt.outer else torch.ones_like(largest)
     codes, scales = quantize_blocks(weight, outer[:, None], scheme.fmt, scheme.profile)
     return Packed(pack_nibbles(codes), scales, outer)
 
