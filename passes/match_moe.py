@@ -335,7 +335,7 @@ _KEEPS_WEIGHTS = frozenset(
 
 def _stacked(scope: Scope, node: Node) -> str | None:
     """The name of what ``node`` holds if that is expert weights: made of parameters alone, and stacked at some point."""
-    todo, seen, found = [node], {node}, None
+    todo, seen, found, rooted = [node], {node}, None, False
     while todo:
         n = todo.pop()
         name = op_name(n)
@@ -343,7 +343,7 @@ def _stacked(scope: Scope, node: Node) -> str | None:
             root = n if n.op == "get_attr" else origin(scope, n)
             if root is None or not _is_parameter(root):
                 return None
-            label = dotted_name(root)
+            label, rooted = dotted_name(root), True
         elif name in ("getitem", "index_select"):
             if len(shape(n.args[0]) or (0, 0, 0)) < 3:
                 return None  # rows of a table, picked by ids, are activations
@@ -358,7 +358,7 @@ def _stacked(scope: Scope, node: Node) -> str | None:
         new = [a for a in n.all_input_nodes if a not in seen and _carries_weight(a)]
         seen.update(new)
         todo += new
-    return found
+    return found if rooted else None  # numbers made of indices alone (positions) are no weights
 
 
 def _carries_weight(operand: Node) -> bool:
