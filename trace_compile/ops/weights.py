@@ -67,7 +67,7 @@ def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, 
     ``name`` is the parameter's, for messages. Raises :class:`NonFiniteWeightError` (name, first expert, how many) and
     :class:`BlockSizeError`, both before anything is written.
     """
-    weight = layout.canonical(param.detach()).float()
+    weight = layout.canonical(param.detach()).float().contiguous()
     fmt = format_of(scheme.fmt)
     if fmt.element.bits != 4 or fmt.scale.bytes != 1:
         raise UnknownFormatError(f"experts can be packed in 4-bit formats with byte scales, not {scheme.fmt!r}")
