@@ -37,6 +37,7 @@ def _midpoint(code: int) -> float:
 MANTISSA = tl.constexpr(23)
 MANTISSA_MASK = tl.constexpr(2**23 - 1)
 MAGNITUDE_MASK = tl.constexpr(2**31 - 1)
+SIGN_MASK = tl.constexpr(-(2**31))
 INFINITY = tl.constexpr(_bits(float("inf")))
 BIAS = tl.constexpr(127)
 
@@ -71,11 +72,17 @@ ROUND_TOP = tl.constexpr(_bits(1.5 * 2**23) + _FORMAT.element.top)
 
 @triton.jit
 def to_float32(x):
-    """bfloat16, float16 or float32 -> float32, exact. Triton's interpreter turns bfloat16 subnormals into zeros."""
+    """bfloat16, float16 or float32 -> float32, exact, with the sign of NaN.
+
+    Triton's interpreter turns bfloat16 subnormals into zeros, and a GPU drops the sign of a float16 NaN.
+    """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float16:
+        sign = (x.to(tl.int16, bitcast=True).to(tl.int32) >> 31) & SIGN_MASK
+        return (magnitude_bits(x.to(tl.float32)) | sign).to(tl.float32, bitcast=True)
     else:
-        return x.to(tl.float32)
+        return x
 
 
 @triton.jit

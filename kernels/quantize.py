@@ -106,6 +106,14 @@ def _outer_rows(x: Tensor, outer: Tensor | None) -> tuple[Tensor, int]:
 
 
 @triton.jit
+def _tile(x_rows, in_rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns start .. start + BLOCK_K of the rows at ``x_rows`` [M, 1] in float32, zeros beyond the matrix."""
+    column = start + tl.arange(0, BLOCK_K)
+    here = in_rows[:, None] & (column < K)[None, :]
+    return nvfp4.to_float32(tl.load(x_rows + column[None, :], mask=here, other=0.0))
+
+
+@triton.jit
 def _quantize_nvfp4_kernel(
     x_ptr,
     packed_ptr,
@@ -129,12 +137,12 @@ def _quantize_nvfp4_kernel(
     in_rows = row < rows
     x_rows = x_ptr + row[:, None] * x_stride
 
+    # Where a row is one tile it is read once.
+    first = _tile(x_rows, in_rows, 0, K, BLOCK_K)
     if OWN_OUTER:
-        top = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.int32)
-        for tile in range(TILES):
-            column = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-            here = in_rows[:, None] & (column < K)[None, :]
-            x = nvfp4.to_float32(tl.load(x_rows + column[None, :], mask=here, other=0.0))
+        top = nvfp4.finite_or_zero(nvfp4.magnitude_bits(first))
+        for tile in range(1, TILES):
+            x = _tile(x_rows, in_rows, tile * BLOCK_K, K, BLOCK_K)
             top = tl.maximum(top, nvfp4.finite_or_zero(nvfp4.magnitude_bits(x)))
         exponent = nvfp4.outer_exponent(tl.max(top, axis=1))
         outer = nvfp4.power_of_two(exponent)
@@ -146,9 +154,7 @@ def _quantize_nvfp4_kernel(
 
     for turn in range((TILES + SPLITS - 1) // SPLITS):
         start = (turn * SPLITS + split) * BLOCK_K
-        column = start + tl.arange(0, BLOCK_K)
-        here = in_rows[:, None] & (column < K)[None, :]
-        x = nvfp4.to_float32(tl.load(x_rows + column[None, :], mask=here, other=0.0))
+        x = first if TILES == 1 else _tile(x_rows, in_rows, start, K, BLOCK_K)
         blocks = tl.reshape(x, [BLOCK_M, BLOCKS, nvfp4.BLOCK])
         amax = tl.max(nvfp4.magnitude_bits(blocks), axis=2)
         scale = nvfp4.encode_scale(amax, exponent[:, None])

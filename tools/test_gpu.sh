@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests marked gpu or kernel from a plain checkout, with the python3 that is there if its own torch sees a GPU (a GPU
-# machine often comes with torch and no package index), else in .venv. Further arguments go to pytest.
+# Runs the tests that need a GPU from a plain checkout, with the python3 that is there if its own torch sees a GPU (a GPU
+# machine often comes with torch and no package index), else in .venv. Only test files with such tests are imported, so
+# packages that the others need may be missing. Arguments go to pytest; paths among them replace that choice of files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,10 +17,15 @@ if ! "$python" -c "$sees_gpu" 2>/dev/null; then
 fi
 "$python" - <<'PY'
 import platform, torch, transformers, triton
-gpu = torch.cuda.get_device_name()
 print(f"python {platform.python_version()}  torch {torch.__version__}  triton {triton.__version__}  "
-      f"transformers {transformers.__version__}  {torch.cuda.device_count()} x {gpu}")
+      f"transformers {transformers.__version__}  {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
 PY
-# -c, not -m pytest: the latter would put this folder first on sys.path for every process of every test.
+
+files=()
+case " $* " in
+    *" tests"*) ;;
+    *) mapfile -t files < <(grep -rlE --include='test_*.py' 'pytest\.mark\.(gpu|kernel)\b' tests | sort) ;;
+esac
+# PYTHONPATH reaches the processes that tests start, as an installed package would.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -c 'import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))' -q -m "gpu or kernel" "$@"
+exec "$python" -m pytest -q -m "gpu or kernel" "$@" "${files[@]}"
