@@ -1,4 +1,5 @@
-"""Inputs that the numerics tests share: ordinary rows next to every kind of row that quantizers got wrong, and byte equality.
+"""Inputs that the numerics tests share: ordinary rows next to every kind of row that quantizers got wrong, and byte
+equality.
 
 All values are float32; rows are 128 long, so that every format's block divides them.
 """
@@ -49,9 +50,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
     nan = a.isnan()
-    return torch.equal(nan, b.isnan()) and torch.equal(
-        torch.where(nan, 0.0, a), torch.where(nan, 0.0, b)
-    ) and torch.equal(a.signbit() & ~nan, b.signbit() & ~nan)
+    return (
+        torch.equal(nan, b.isnan())
+        and torch.equal(torch.where(nan, 0.0, a), torch.where(nan, 0.0, b))
+        and torch.equal(a.signbit() & ~nan, b.signbit() & ~nan)
+    )
 
 
 def vectors(name: str) -> dict[str, np.ndarray]:

@@ -1,4 +1,6 @@
-"""What must hold for every input: idempotence, monotonicity, sign symmetry, equivariance by powers of two, packing inverses."""
+"""What must hold for every input: idempotence, monotonicity, sign symmetry, equivariance by powers of two, packing
+inverses.
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def encode_scales(a: Tensor, g: Tensor, fmt: Format, profile: Profile, target: f
         return torch.where(finite, byte, E8M0_NAN).to(torch.uint8)
     if fmt.scale is ScaleKind.FLOAT32:
         scale = divide(a, fmt.element.max).clamp(min=INT4_SMALLEST_SCALE)
-        return torch.where(finite, scale, torch.nan).contiguous().view(torch.uint8)
+        return _fresh(torch.where(finite, scale, torch.nan)).view(torch.uint8)
     return a.new_empty((*a.shape[:-1], 0), dtype=torch.uint8)
 
 
@@ -136,7 +136,16 @@ def decode_scales(scales: Tensor, fmt: Format) -> Tensor:
         bits = scales.to(torch.int32) << MANTISSA_BITS
         bits = torch.where(scales == 0, 1 << (MANTISSA_BITS - 1), bits)  # 2^-127 is subnormal in float32
         return torch.where(scales == E8M0_NAN, MAGNITUDE_MASK, bits).view(torch.float32)
-    return scales.contiguous().view(torch.float32)
+    if scales.shape[-1] == 0:  # strides of a row without bytes cannot be divided by four
+        return scales.float()
+    return _fresh(scales).view(torch.float32)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """A copy with unit stride and offset 0, which a view to a dtype of another size asks for even in dimensions of
+    size 1.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def reciprocal_of_e8m0(scales: Tensor) -> Tensor:
