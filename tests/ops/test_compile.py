@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.reference import SQUARED_RELU, Case, make_case, ops
-from trace_compile.ops import UNQUANTIZED, W4A4_ROW, W4A4_TRACED, W4A16, MoEScheme, OperandScheme, Out
+from trace_compile.ops import UNQUANTIZED, W4A4_ROW, W4A4_TRACED, W4A16, MoEScheme, OperandScheme, Out, check_close
 
 ACT_ONLY = MoEScheme(None, OperandScheme())
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -201,3 +203,47 @@ def test_exported_program_serves_any_routing() -> None:
         assert torch.equal(
             program.module()(more.x, more.expert_ids, more.gates), module(more.x, more.expert_ids, more.gates)
         )
+
+
+def checkpointed(case: Case, use: bool) -> Callable[[], Tensor]:
+    operands = case.operands()
+
+    def run(x: Tensor, gates: Tensor, w13: Tensor, w2: Tensor, b13: Tensor, b2: Tensor) -> Tensor:
+        y = ops.nvfp4_moe(x, operands[1], gates, w13, w2, b13, b2, *operands[7:])[0]
+        return y + ops.moe_float(y, operands[1], gates, w13, w2, b13, b2, activation, False)
+
+    activation = case.activation.key
+    leaves = case.leaves
+    return lambda: torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False) if use else run(*leaves)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activation_checkpointing_changes_no_bit(compiled: bool) -> None:
+    case = make_case(W4A4_ROW)
+    expected = checkpointed(case, False)()
+    run = checkpointed(case, True)
+    actual = torch.compile(run, backend="aot_eager", fullgraph=True)() if compiled else run()
+    assert torch.equal(actual, expected)
+    dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(case.grads(actual, dy, again=False), case.grads(expected, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_inductor_sees_the_same_bits() -> None:
+    """The op is a barrier: what stands before the quantizer is stored and read, so codes cannot depend on fusion."""
+    torch._dynamo.reset()
+    case = make_case(W4A4_ROW, tokens=19)
+    options = ("none", "code", False, False)
+    eager = region(case, options)  # type: ignore[arg-type]
+    feeds = (None, None, None, None, None)
+    operands = (case.x, case.expert_ids, case.gates, case.w13, case.w2, case.b13, case.b2, case.packed(), feeds)
+    expected = eager(*operands)
+    actual = torch.compile(eager, backend="inductor", fullgraph=True, dynamic=True)(*operands)
+    for a, b in zip(actual[1:], expected[1:], strict=True):
+        assert torch.equal(a, b)
+    check_close(actual[0], expected[0], k=1)
+    dy = torch.ones_like(expected[0])
+    for a, b in zip(case.grads(actual[0], dy, again=False), case.grads(expected[0], dy), strict=True):
+        check_close(a, b, k=64, stages=2)
