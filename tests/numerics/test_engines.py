@@ -165,8 +165,8 @@ def test_ml_dtypes_e2m1_on_every_bfloat16() -> None:
 
 
 def test_profiles_differ() -> None:
-    """Every profile changes some byte, or it would be no option. Orders of operations show only next to ties: put values
-    there, below each block's amax.
+    """Every profile changes some byte, or it would be no option. Orders of operations show only next to ties: put
+    values there, below each block's amax.
     """
     x = weights()
     q = quantize(x, outer="tensor", profile="fp32")

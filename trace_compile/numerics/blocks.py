@@ -104,7 +104,8 @@ def guided_blocks(
     x = _checked(x, f)
     g = _outer_column(x, outer, f)
     u = _scaled(x.abs(), scales, g, f, PROFILES["pow2"])
-    low = bracket(u.nan_to_num_(nan=0.0), bits_of(x) >> 31, f.element)
+    sign = bits_of(x) >> 31  # -1 or 0
+    low = bracket(u.nan_to_num_(nan=0.0), sign, f.element)
     negative = (x < 0).view(torch.uint8)
     if bits is not None:
         magnitude = low + ((low ^ bits) & 1)
@@ -113,8 +114,9 @@ def guided_blocks(
         same_side = (codes >> f.element.magnitude_bits) == negative
         magnitude = low + (same_side & ((codes & f.element.top) > low)).view(torch.uint8)
     # -0.0 lies in the bracket {0, +0.5}: its sign survives only in a zero result
-    sign = torch.where(magnitude == 0, sign_code(x, f.element), negative << f.element.magnitude_bits)
-    return magnitude.bitwise_or_(sign)
+    zero = ((magnitude + f.element.top) >> f.element.magnitude_bits).bitwise_xor_(1)
+    signs = sign.to(torch.uint8).bitwise_and_(zero).bitwise_or_(negative)
+    return magnitude.bitwise_or_(signs << f.element.magnitude_bits)
 
 
 def bracket(u: Tensor, negative: Tensor, element: Element) -> Tensor:
