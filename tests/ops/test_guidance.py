@@ -1,4 +1,7 @@
-"""Records and guidance: the bytes of a record, rounding toward a rollout, and what the diagnosis says about it."""
+"""Records and guidance: the bytes of a record, rounding toward a rollout, and what the diagnosis says about it.
+
+TARGETS has a CPU and a CUDA variant of the main tests; the latter carries pytest.mark.gpu.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranges and counts the op reports, against loops over tokens and routes."""
+"""Ranges and counts the op reports, against loops over tokens and routes.
+
+TARGETS has a CPU and a CUDA variant of the main tests; the latter carries pytest.mark.gpu.
+"""
 
 from __future__ import annotations
 
