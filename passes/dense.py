@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from .graph import argument, fake, op_name, same, same_shape, shape
+from .graph import argument, fake, is_parameter, op_name, same, same_shape, shape
 from .region import NoMatch
 from .routing import Meaning, PerPair, Value, Weight, rule
 
@@ -76,10 +76,10 @@ def dense_gemm(of: Meaning, node: Node) -> DenseGemm | NoMatch | None:
     if parsed is None or len(parsed[2]) != 2:
         return None
     (a, b), result, operands = parsed
-    if isinstance(of(operands[0]), Weight):
+    if _weight(of, operands[0]) is not None:
         (a, b), operands = (b, a), operands[::-1]
-    rows, weight = operands[0], of(operands[1])
-    if not isinstance(weight, Weight) or not isinstance(rows, Node) or isinstance(of(rows), Weight):
+    rows, weight = operands[0], _weight(of, operands[1])
+    if weight is None or not isinstance(rows, Node) or _weight(of, rows) is not None:
         return None
     e, p, q = tuple(b)
     if e not in result or result[-1] not in (p, q):
@@ -96,6 +96,12 @@ def dense_gemm(of: Meaning, node: Node) -> DenseGemm | NoMatch | None:
         return NoMatch(f"einsum {node.args[0]} is not a linear map per expert", node.name)
     transposed = (n == q) != weight.swapped
     return DenseGemm(node, rows, weight.param, transposed, expert_dim, entering)
+
+
+def _weight(of: Meaning, node: Any) -> Weight | None:
+    """Tokens may be three-dimensional too; only a parameter is taken for a weight here."""
+    value = of(node)
+    return value if isinstance(value, Weight) and is_parameter(value.param) else None
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------

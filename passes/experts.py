@@ -43,7 +43,7 @@ PRODUCTS = (*GROUPED, "bmm", "matmul", "einsum", "baddbmm", "mm", "addmm", "line
 
 @dataclass(frozen=True)
 class Gemm:
-    """``result[r] = weight[expert(r)] @ rows[r]``. The parameter is ``[E, N, K]``, or ``[E, K, N]`` if ``transposed``."""
+    """``result[r] = weight[expert(r)] @ rows[r]``. The parameter is ``[E, N, K]``; if ``transposed``, ``[E, K, N]``."""
 
     node: Node
     rows: Node

@@ -41,6 +41,7 @@ _PYTHON_NAMES = {
     "negative": "neg",
     "clip": "clamp",
     "swapaxes": "transpose",
+    "T": "t",
     "swapdims": "transpose",
     "float_power": "pow",
 }
@@ -55,6 +56,8 @@ def op_name(node: Node) -> str:
     """The operation's one name: ``"mul"`` for ``a * b``, ``torch.mul(a, b)`` and ``a.mul(b)``; ``""`` for no call."""
     if node.op == "call_method":
         name = str(node.target)
+    elif node.target is getattr:
+        name = str(node.args[1])
     elif node.op == "call_function":
         target: Any = node.target
         if isinstance(target, torch._ops.OpOverload):
@@ -89,6 +92,11 @@ def same(a: Any, b: Any) -> bool:
     """Whether two sizes (ints, symbols, nodes) are known to be equal, without guarding on it."""
     a, b = fake(a), fake(b)
     return a is not None and b is not None and bool(statically_known_true(a == b))
+
+
+def is_parameter(node: Node) -> bool:
+    """Whether a graph input is an ``nn.Parameter`` (of the model, or handed in as one)."""
+    return isinstance(fake(node), torch.nn.Parameter)
 
 
 def same_shape(a: Sequence[Size] | None, b: Sequence[Size] | None) -> bool:

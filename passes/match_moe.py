@@ -19,7 +19,7 @@ from ..ops.weights import WeightLayout
 from .activations import Translator
 from .dense import DenseGemm, DenseRows, dense_gemm
 from .experts import PRODUCTS, Gemm, Half, Rows, expert_gemm, is_pre, result_of
-from .graph import Scope, dotted_name, fake, line_of, op_name, origin, same, same_shape, scopes, shape
+from .graph import Scope, dotted_name, fake, is_parameter, line_of, op_name, origin, same, same_shape, scopes, shape
 from .region import ExpertParam, MoERegion, NoMatch
 from .routing import Meaning, PerPair, PerToken
 
@@ -334,14 +334,14 @@ _KEEPS_WEIGHTS = frozenset(
 
 
 def _stacked(scope: Scope, node: Node) -> str | None:
-    """The name of what ``node`` holds if that is expert weights: made of parameters alone, and stacked at some point."""
+    """The name of what ``node`` holds if it is expert weights: made of parameters alone, and stacked at some point."""
     todo, seen, found, rooted = [node], {node}, None, False
     while todo:
         n = todo.pop()
         name = op_name(n)
         if n.op in ("placeholder", "get_attr"):
             root = n if n.op == "get_attr" else origin(scope, n)
-            if root is None or not _is_parameter(root):
+            if root is None or not _is_model_state(root):
                 return None
             label, rooted = dotted_name(root), True
         elif name in ("getitem", "index_select"):
@@ -367,10 +367,11 @@ def _carries_weight(operand: Node) -> bool:
     return isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
 
 
-def _is_parameter(root: Node) -> bool:
+def _is_model_state(root: Node) -> bool:
+    """A parameter, or a buffer of a module."""
     source = getattr(root.meta.get("grapharg"), "source", None)
     name = "" if source is None else source.name if isinstance(source.name, str) else source.name()
-    return isinstance(fake(root), torch.nn.Parameter) or "._parameters[" in name or "._buffers[" in name
+    return is_parameter(root) or "._buffers[" in name
 
 
 def _with_unique_names(matches: list[Match]) -> list[Match]:

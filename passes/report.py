@@ -48,17 +48,16 @@ class CompileReport:
 def formula(region: MoERegion) -> str:
     """The region's activation as an expression, e.g. ``silu(gate) * up``."""
     infix = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-    values: dict[str, str] = {}
-    text = ""
+    values: dict[str, tuple[str, str]] = {}  # text and outermost operation of each step
     for i, (name, args) in enumerate(region.activation.steps):
-        parts = [values.get(a, a) if isinstance(a, str) else str(a) for a in args]
+        parts = [values.get(a, (a, "")) if isinstance(a, str) else (str(a), "") for a in args]
         if name in infix:
-            parts = [f"({p})" if " " in p and not p.endswith(")") else p for p in parts]
-            text = f" {infix[name]} ".join(parts)
+            loose = (name,) if name in ("add", "mul") else ()
+            words = [f"({text})" if op in infix and op not in loose else text for text, op in parts]
+            values[f"%{i}"] = (f" {infix[name]} ".join(words), name)
         else:
-            text = f"{name}({', '.join(parts)})"
-        values[f"%{i}"] = text
-    return text
+            values[f"%{i}"] = (f"{name}({', '.join(text for text, _ in parts)})", name)
+    return values[f"%{len(region.activation.steps) - 1}"][0]
 
 
 def _layout(region: MoERegion) -> str:

@@ -416,6 +416,31 @@ def _counts(of: Meaning, node: Node) -> Value:
     return Counts(value.source, value.experts | {bins}) if low == 0 and high == bins - 1 else None
 
 
+@rule("scatter_add")
+def _counts_by_adding(of: Meaning, node: Node) -> Value:
+    """``zeros[E].scatter_add(0, ids, ones[S])``; an id outside would have been an error."""
+    start, index, ones = node.args[0], argument(node, 2, "index"), argument(node, 3, "src")
+    value, counters = of(index), shape(node)
+    zeros = isinstance(start, Node) and op_name(start) in ("zeros", "new_zeros")
+    by_one = isinstance(ones, Node) and op_name(ones) in ("ones", "ones_like", "new_ones")
+    if not isinstance(value, PerPair) or not value.integer or not zeros or not by_one or len(counters or ()) != 1:
+        return None
+    whole = same_shape(shape(ones), shape(index)) and counters is not None and isinstance(counters[0], int)
+    return Counts(value.source, value.experts | {counters[0]}) if whole else None  # type: ignore[index, arg-type]
+
+
+@rule("searchsorted")
+def _ends_by_searching(of: Meaning, node: Node) -> Value:
+    """``searchsorted(sorted ids, arange(E), right=True)``."""
+    ids, bounds = of(node.args[0]), of(argument(node, 1, "input"))
+    right = node.kwargs.get("right", False) is True or node.kwargs.get("side") == "right"
+    experts = shape(node)
+    known = isinstance(ids, PerPair) and ids.integer and ids.order != TOKEN_MAJOR and isinstance(bounds, Iota)
+    if not right or not known or experts is None or not isinstance(experts[0], int):
+        return None
+    return Offsets(ids.source, ids.experts | {experts[0]})
+
+
 @rule("one_hot")
 def _one_hot(of: Meaning, node: Node) -> Value:
     value = of(node.args[0])
@@ -436,7 +461,7 @@ def _ends(of: Meaning, node: Node) -> Value:
     return Offsets(value.ids, value.experts) if isinstance(value, Counts) and along else None
 
 
-@rule("transpose", "permute")
+@rule("transpose", "permute", "mT")
 def _transpose(of: Meaning, node: Node) -> Value:
     value, dims = of(node.args[0]), node.args[1:]
     if not isinstance(value, Weight | Picked) or len(shape(node) or ()) != 3:
@@ -444,7 +469,7 @@ def _transpose(of: Meaning, node: Node) -> Value:
     if len(dims) == 1 and isinstance(dims[0], tuple | list):
         dims = tuple(dims[0])
     order = [d % 3 for d in dims if isinstance(d, int)]
-    swaps = sorted(order) == [1, 2] if op_name(node) == "transpose" else order == [0, 2, 1]
+    swaps = {"transpose": sorted(order) == [1, 2], "permute": order == [0, 2, 1], "mT": True}[op_name(node)]
     return replace(value, swapped=not value.swapped) if swaps else None
 
 
