@@ -1,12 +1,11 @@
 # Every target sets up .venv by itself (tools/setup_env.py; instant when nothing changed).
-#   make test       lints, types, and all tests that take seconds (no GPU)      make demo    train, roll out, export, on this machine
-#   make test-slow  the tests marked slow (no GPU)                              make wheel   sdist and wheel into dist/
+#   make test       lints, types, and all tests that take seconds; no GPU       make lint    lints and types alone
+#   make test-slow  the tests marked slow; no GPU                               make wheel   sdist and wheel into dist/
 #   make test-gpu   the tests that need a GPU, with python3's own torch if it sees one
+#   make demo       train, roll out, compare, export (DEMO_ARGS="--smoke" for a short one)
 PYTHON ?= python3
 BIN := .venv/bin
-# The machine's cores are spent on pytest's workers, not on threads inside each.
 WORKERS ?= 2
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo lint test test-slow test-gpu wheel clean
 
@@ -14,12 +13,15 @@ setup:
 	@$(PYTHON) tools/setup_env.py
 
 demo: setup
-	@$(BIN)/trace-compile demo
+	@$(BIN)/trace-compile demo $(DEMO_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The machine's cores go to pytest's workers, not to threads inside each.
+test test-slow: export OMP_NUM_THREADS ?= 1
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) -q
@@ -28,7 +30,7 @@ test-slow: setup
 	$(BIN)/pytest -n $(WORKERS) -q -m "slow and not gpu and not kernel" --durations=10
 
 test-gpu:
-	@bash tools/test_gpu.sh
+	@PYTHON="$(PYTHON)" bash tools/test_gpu.sh
 
 wheel: setup
 	@rm -rf dist
