@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the bytes of the CPU reference, eager and through Inductor, and no synchronisation with the host."""
+"""On an NVIDIA GPU: the bytes of the CPU reference, eager and through Inductor, and no host synchronisation."""
 
 from __future__ import annotations
 

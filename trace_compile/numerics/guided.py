@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trace_compile.errors import OperandError
 from trace_compile.numerics.blocks import bracket
+from trace_compile.numerics.codec import decode
 from trace_compile.numerics.formats import E2M1
 
 
@@ -22,9 +23,8 @@ def guided_round(z: Tensor, *, q_roll: Tensor | None = None, bit: Tensor | None 
         raise OperandError("guided rounding takes exactly one of q_roll= (full) and bit= (1-bit)")
     z = z.float().clamp(-E2M1.max, E2M1.max)
     low = bracket(z.abs().nan_to_num_(nan=0.0), -(z < 0).int(), E2M1)
-    book = torch.tensor(E2M1.codebook, dtype=torch.float32, device=z.device)
-    near = torch.copysign(book[low.long()], z)
-    far = torch.copysign(book[low.long() + 1], torch.where(z == 0, 1.0, z))  # -0.0 lies in the bracket {0, +0.5}
+    near = torch.copysign(decode(low, E2M1), z)
+    far = torch.copysign(decode(low + 1, E2M1), torch.where(z == 0, 1.0, z))  # -0.0 lies in the bracket {0, +0.5}
     if q_roll is not None:
         q_roll = q_roll.float()
         q = torch.where((near - q_roll).abs() <= (far - q_roll).abs(), near, far)

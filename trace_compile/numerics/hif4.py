@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trace_compile.numerics.codec import EXPONENT_MASK, bits_of, join_sign, pack_bits, sign_code, unpack_bits
+from trace_compile.numerics.codec import (
+    EXPONENT_MASK,
+    bits_of,
+    join_sign,
+    pack_bits,
+    power_of_two,
+    sign_code,
+    unpack_bits,
+)
 from trace_compile.numerics.codec import decode as decode_elements
 from trace_compile.numerics.formats import FORMATS, S1P2
 
@@ -46,18 +54,18 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = _round_mantissa(scale.clamp(_E6M2_SMALLEST, _E6M2_LARGEST), _E6M2_MANTISSA_BITS)
     reciprocal = _round_mantissa(1.0 / scale, _BFLOAT16_MANTISSA_BITS)
     e8 = wide * reciprocal >= 4.0
-    e16 = narrow * reciprocal * 0.5 ** e8.repeat_interleave(_WIDE // _NARROW, -1) >= 2.0
-    exponents = e8.repeat_interleave(_WIDE // _NARROW, -1).double() + e16
-    steps = magnitude * (reciprocal * 0.5**exponents).unsqueeze(-1) * 2.0**S1P2.mantissa_bits
+    halved = torch.where(e8, 0.5 * reciprocal, reciprocal).repeat_interleave(_WIDE // _NARROW, -1)
+    e16 = narrow * halved >= 2.0
+    steps = magnitude * torch.where(e16, 0.5 * halved, halved).unsqueeze(-1) * 2.0**S1P2.mantissa_bits
     code = (steps + _ROUND_HALF_UP).floor().clamp(max=S1P2.top).to(torch.uint8).flatten(-3)
     code = torch.where(poisoned.unsqueeze(-1), 0, code.unflatten(-1, (-1, BLOCK))).flatten(-2)
     e6m2 = (scale.view(torch.int64) >> (_DOUBLE_MANTISSA_BITS - _E6M2_MANTISSA_BITS)) - (
         (_DOUBLE_BIAS - _E6M2_EXPONENT_OFFSET) << _E6M2_MANTISSA_BITS
     )
+    poisoned = poisoned.unsqueeze(-1)
     factors = torch.cat((pack_bits(e8.to(torch.uint8)), pack_bits(e16.to(torch.uint8))), -1)
-    scales = torch.cat((e6m2.to(torch.uint8), factors), -1)
-    nan = torch.tensor([NAN_BYTE, 0, 0, 0], dtype=torch.uint8, device=x.device)
-    scales = torch.where(poisoned.unsqueeze(-1), nan, scales).flatten(-2)
+    bytes_ = (torch.where(poisoned, NAN_BYTE, e6m2).to(torch.uint8), torch.where(poisoned, 0, factors))
+    scales = torch.cat(bytes_, -1).flatten(-2)
     return join_sign(code, sign_code(x, S1P2), S1P2), scales
 
 
@@ -66,7 +74,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     quad = scales.unflatten(-1, (-1, 4))
     byte = quad[..., :1].to(torch.int32)
     mantissa = 1.0 + (byte & 3).float() / 4.0
-    scale = torch.ldexp(mantissa, (byte >> _E6M2_MANTISSA_BITS) - _E6M2_EXPONENT_OFFSET)
+    scale = mantissa * power_of_two((byte >> _E6M2_MANTISSA_BITS) - _E6M2_EXPONENT_OFFSET)
     scale = torch.where(byte == NAN_BYTE, torch.nan, scale)
     e8, e16 = unpack_bits(quad[..., 1:2]), unpack_bits(quad[..., 2:])
     factor = scale * (1 << (e8.repeat_interleave(_WIDE // _NARROW, -1) + e16)).float()
