@@ -356,15 +356,15 @@ def test_forward_and_backward_never_wait_for_the_host_and_can_be_captured() -> N
         y = ops.nvfp4_moe(*operands)[Out.Y]
         return [y, *torch.autograd.grad(y, case.leaves, dy)]
 
-    expected = [t.clone() for t in step()]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # autograd runs a leaf's gradient on the stream it was first used on: all on this one
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        expected = step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
