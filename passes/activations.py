@@ -20,7 +20,7 @@ from .region import NoMatch
 _UNARY = ("silu", "relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "square")
 _BINARY = ("add", "sub", "mul", "div", "minimum", "maximum")
 _COMMUTATIVE = ("add", "mul", "minimum", "maximum")
-_CASTS = ("to", "float", "bfloat16", "type", "type_as")
+_CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
 _CAST_STEPS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PLAIN_FLAGS = {"inplace": False, "alpha": 1, "rounding_mode": None, "beta": 1, "threshold": 20}
 

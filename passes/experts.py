@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from .activations import ELEMENTWISE
 from .graph import argument, fake, op_name, same, same_shape, shape
 from .region import NoMatch
 from .routing import (
@@ -128,16 +127,19 @@ def _grouped(of: Meaning, node: Node) -> Gemm | NoMatch:
 
 
 def _order_of(of: Meaning, rows: Node) -> Order | None:
-    """The order of a GEMM's rows: gathered tokens have one, and elementwise operations keep that of an earlier GEMM."""
+    """The order of a GEMM's rows: gathered tokens have one, and what is made of an earlier GEMM's rows keeps theirs.
+
+    A guess for rows that are no tokens; whether they keep it is for the activation's translation to show.
+    """
     todo, seen = [rows], {rows}
     while todo:
         node = todo.pop()
         value = of(node)
         if isinstance(value, PerToken | Rows | Half):
             return value.rows.order if isinstance(value, Half) else value.order
-        if op_name(node) in ELEMENTWISE:
-            todo += [n for n in node.all_input_nodes if n not in seen]
-            seen.update(todo)
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        todo += new
     return None
 
 
@@ -228,7 +230,7 @@ def _mask_rows(of: Meaning, node: Node) -> Value:
     return replace(value, experts=value.experts | {operand[1].experts})
 
 
-@rule("to", "float", "bfloat16", "half", "type", "type_as")
+@rule("to", "float", "double", "bfloat16", "half", "type", "type_as")
 def _cast_rows(of: Meaning, node: Node) -> Value:
     value, before, after = of(node.args[0]), fake(node.args[0]).dtype, fake(node).dtype
     if not isinstance(value, Rows):

@@ -1,4 +1,4 @@
-"""What is matched: every spelling of the block, with the right parameters, activation and layout, and the same function."""
+"""What is matched: every spelling of the block, with its parameters, activation and layout, and the same function."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_renamed_copy_of_the_experts_class_is_matched() -> None:
     config = experts_config("qwen3", "grouped_mm")
     block = Qwen3MoeSparseMoeBlock(config)
     nn.init.normal_(block.gate.weight)
-    block.experts = Unheard(config)
+    block.experts = Unheard(config)  # type: ignore[assignment]
     region, before, after = rewrite(block, torch.randn(3, 4, H))
     assert region.activation == SWIGLU  # the commuted product is the same program
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
