@@ -93,8 +93,8 @@ def guided_blocks(
     (numerics 2).
 
     Exactly one of ``codes`` (uint8 [..., K], full guidance) and ``bits`` (uint8 0/1 [..., K], the rollout's mantissa
-    bits). E2M1 formats with a power-of-two outer scale. Returns uint8 [..., K]. A non-finite x gives magnitude code 0
-    or 1: the caller keeps NaN visible with ``poison_scales``.
+    bits). E2M1 formats with a power-of-two outer scale. Returns uint8 [..., K]. A non-finite x gives some code: the
+    caller keeps it visible with ``poison_scales``.
     """
     f = format_of(fmt)
     if f.element is not E2M1:
