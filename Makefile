@@ -34,7 +34,8 @@ test-gpu:
 
 wheel: setup
 	@rm -rf dist
-	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --quiet --no-isolation --outdir dist .
+	@ls dist
 
 clean:
 	rm -rf .venv build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

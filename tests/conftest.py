@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis without a deadline (machines here are slow and busy) and, in CI, without chance."""
+"""What every test shares: Hypothesis has no deadline (machines are busy) and, in CI, leaves nothing to chance."""
 
 from __future__ import annotations
 
