@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = qwen3(eos_token_id=None)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = {
+    names: dict[str, Any] = {
         "model": model,
         "batches": [prompts(batch=1, seed=3), prompts(batch=1, seed=4)],
         "policy_loss": policy_loss,
