@@ -5,7 +5,7 @@ Dynamo captures the model as one torch-level graph before autograd and calls a :
 rewrites a copy of the graph and hands it to an inner compiler. What a graph cannot hold comes from and goes to a
 :class:`Runtime` at every call: packed weights, outer scales and guidance go in behind the model's own arguments,
 records come out behind the model's own results. Parameters are addressed by their position among the arguments, never by
-identity, so the same compiled graph serves whichever module Dynamo calls it with.
+identity: the compiled graph serves whatever parameters Dynamo calls it with.
 
 Capture under :func:`capturing`, which sets what the passes rely on and gives errors their names:
 
@@ -15,6 +15,7 @@ Capture under :func:`capturing`, which sets what the passes rely on and gives er
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import GraphCaptureError, GuidanceError, TraceCompileError
@@ -264,21 +266,21 @@ def capturing() -> Iterator[None]:
         if isinstance(failed.inner_exception, TraceCompileError):
             raise failed.inner_exception from None
         raise
-    except torch._dynamo.exc.Unsupported as broken:
-        raise GraphCaptureError(_explain_break(broken)) from None
+    except (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode) as broken:
+        raise GraphCaptureError(_explain(broken)) from None
 
 
-def _explain_break(broken: torch._dynamo.exc.Unsupported) -> str:
-    stack = [f for f in (getattr(broken, "real_stack", None) or ()) if "/torch/" not in f.filename]
-    reason = str(getattr(broken, "msg", None) or broken).strip().splitlines()[0]
-    where = (
-        f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: {(stack[-1].line or '').strip()}"
-        if stack
-        else ""
-    )
+def _explain(broken: Exception) -> str:
+    text = str(broken)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', text.partition("from user code")[2])
+    where = "an unknown line"
+    if frames:
+        file, line, function, code = frames[-1]
+        where = f"{file}:{line}, in {function}: {code.strip()}"
+    reason = text.strip().splitlines()[0]
     return (
-        f"the model cannot be captured as one graph: {reason}{f' at {where}' if where else ''}. Experts that loop over "
-        "data (transformers: experts_implementation='eager') break the graph; use 'grouped_mm'"
+        f"the model cannot be captured as one graph: {reason} at {where}. Experts that loop over data (transformers: "
+        "experts_implementation='eager') break the graph; use 'grouped_mm'"
     )
 
 

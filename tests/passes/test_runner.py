@@ -54,7 +54,7 @@ def test_dumps_show_each_graph_and_what_changed(tmp_path: Path) -> None:
 
 def negate_the_result(gm: GraphModule, example_inputs: Args, *, config: Mode) -> GraphModule:
     output = output_of(gm.graph)
-    (result,) = output.args[0]  # type: ignore[misc]
+    (result,) = output.args[0]  # type: ignore[misc, str-unpack]
     with gm.graph.inserting_before(output):
         output.args = ((gm.graph.call_function(torch.neg, (result,)),),)
     gm.recompile()
