@@ -106,13 +106,13 @@ def guided_blocks(
     u = _scaled(x.abs(), scales, g, f, PROFILES["pow2"])
     sign = bits_of(x) >> 31  # -1 or 0
     low = bracket(u.nan_to_num_(nan=0.0), sign, f.element)
-    negative = (x < 0).view(torch.uint8)
+    negative = (x < 0).to(torch.uint8)
     if bits is not None:
         magnitude = low + ((low ^ bits) & 1)
     else:
         assert codes is not None
         same_side = (codes >> f.element.magnitude_bits) == negative
-        magnitude = low + (same_side & ((codes & f.element.top) > low)).view(torch.uint8)
+        magnitude = low + (same_side & ((codes & f.element.top) > low)).to(torch.uint8)
     # -0.0 lies in the bracket {0, +0.5}: its sign survives only in a zero result
     zero = ((magnitude + f.element.top) >> f.element.magnitude_bits).bitwise_xor_(1)
     signs = sign.to(torch.uint8).bitwise_and_(zero).bitwise_or_(negative)
