@@ -107,7 +107,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def test_a_quantized_block_is_the_op_on_the_routers_choice() -> None:
-    block, x = chain(blocks=1).blocks[0], torch.randn(9, H)
+    block, x = Grouped(), torch.randn(9, H)
     compiled = Compiled(block, Mode(scheme=W4A4_TRACED))
     with torch.no_grad():
         found = compiled(x)

@@ -4,8 +4,8 @@ the graph.
 Dynamo captures the model as one torch-level graph before autograd and calls a :class:`Backend` with it. The backend
 rewrites a copy of the graph and hands it to an inner compiler. What a graph cannot hold comes from and goes to a
 :class:`Runtime` at every call: packed weights, outer scales and guidance go in behind the model's own arguments,
-records come out behind the model's own results. Parameters are addressed by their position among the arguments, never by
-identity: the compiled graph serves whatever parameters Dynamo calls it with.
+records come out behind the model's own results. Parameters are addressed by their position among the arguments, never
+by identity: the compiled graph serves whatever parameters Dynamo calls it with.
 
 Capture under :func:`capturing`, which sets what the passes rely on and gives errors their names:
 
