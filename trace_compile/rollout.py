@@ -69,17 +69,17 @@ class Twin:
         """Pack the trainer's current weights into the twin; returns the new weights version.
 
         Adopts the ranges of the last trace, where the recipe traces scales. Raises ``NonFiniteWeightError`` naming the
-        parameter before anything has changed.
+        parameter, or ``GuidanceError`` naming unobserved sites; the twin's weights are then what they were.
         """
         session = self.session
+        if session.pending_ranges is not None and session.recipe.outer == "traced":
+            session.adopt_ranges(session.pending_ranges)
+            session.pending_ranges = None
         if self.experts:
             masters = self.masters()
             self.packed.update_all({name: masters[name] for name in self.experts})
         if self.copies:
             copy_tensors(self.source, module, skip=self.experts)
-        if session.pending_ranges is not None and session.recipe.outer == "traced":
-            session.adopt_ranges(session.pending_ranges)
-            session.pending_ranges = None
         session.version += 1
         self.version = session.version
         return self.version

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trace_compile.passes.mode import Mode
 from trace_compile.engine import Engine
-from trace_compile.errors import NoMoERegionError
+from trace_compile.errors import GuidanceError, NoMoERegionError
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.region import PROJECTIONS, MoERegion
 from trace_compile.recipes import Recipe
@@ -176,8 +176,17 @@ class Session:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def adopt_ranges(self, ranges: Ranges) -> None:
-        """Set the outer input scales of both graphs from ``ranges``; the first time, say what they lack."""
+        """Set the outer input scales of both graphs from ``ranges``; the first time, say which experts got no token.
+
+        Raises ``GuidanceError`` naming the sites that the trace never observed: a scale would be a guess there.
+        """
         sites = self.sites()
+        unseen = [site for site in sites if site not in ranges.sites or not int(ranges.sites[site].tokens.sum())]
+        if unseen:
+            raise GuidanceError(
+                f"the trace observed nothing at {', '.join('.'.join(site) for site in unseen)}; generate inside "
+                "model.trace() before ranges can set scales"
+            )
         if self.ranges is None:
             ranges.warn()
         self.ranges = ranges
