@@ -13,13 +13,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from ..ops.weights import WeightLayout
 from .activations import Translator
 from .dense import DenseGemm, DenseRows, dense_gemm
-from .experts import PRODUCTS, Gemm, Half, Rows, expert_gemm, is_pre, result_of
-from .graph import Scope, dotted_name, fake, is_parameter, line_of, op_name, origin, same, same_shape, scopes, shape
+from .experts import GROUPED, PRODUCTS, Gemm, Half, Rows, expert_gemm, is_pre, result_of
+from .graph import (
+    Scope,
+    body_of,
+    dotted_name,
+    fake,
+    is_parameter,
+    line_of,
+    op_name,
+    origin,
+    same,
+    same_shape,
+    scopes,
+    shape,
+)
 from .region import ExpertParam, MoERegion, NoMatch
 from .routing import Meaning, PerPair, PerToken
 
@@ -96,8 +110,12 @@ def _match_level(scope: Scope) -> tuple[list[Match], list[NoMatch]]:
         operand = _expert_operand(scope, node) if node not in taken and node not in refused else None
         if operand is not None:
             refused[node] = NoMatch(f"{op_name(node)} with the stacked parameter {operand} is no known form", node.name)
+        if body_of(scope.module, node) is None and (inner := _hidden_product(scope.module, node)) is not None:
+            refused[node] = NoMatch(f"{inner} runs inside {op_name(node)}, whose body is not rewritten", node.name)
     order = {n: i for i, n in enumerate(scope.graph.nodes)}
-    return matches, [replace(refused[n], where=line_of(n)) for n in sorted(refused, key=order.__getitem__)]
+    return matches, [
+        replace(refused[n], where=refused[n].where or line_of(n)) for n in sorted(refused, key=order.__getitem__)
+    ]
 
 
 def _enters(of: Meaning, gemm: AnyGemm) -> bool:
@@ -365,6 +383,20 @@ def _carries_weight(operand: Node) -> bool:
     """Indices select weights without being weights."""
     value = fake(operand)
     return isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
+
+
+def _hidden_product(module: GraphModule, call: Node) -> str | None:
+    """An expert-shaped operation inside a higher-order operation that is no checkpoint (a branch, a loop, a map)."""
+    for operand in call.all_input_nodes if isinstance(call.target, HigherOrderOperator) else ():
+        body = getattr(module, str(operand.target), None) if operand.op == "get_attr" else None
+        for node in body.graph.nodes if isinstance(body, GraphModule) else ():
+            weights = [n for n in node.all_input_nodes if n.op == "placeholder" and len(shape(n) or ()) == 3]
+            if op_name(node) in GROUPED or (op_name(node) in PRODUCTS and any(map(is_parameter, weights))):
+                return f"{op_name(node)} {node.name}"
+            found = _hidden_product(body, node)  # type: ignore[arg-type]
+            if found is not None:
+                return found
+    return None
 
 
 def _is_model_state(root: Node) -> bool:

@@ -21,7 +21,7 @@ class Mode:
     record: what comes out beside the results; ``ranges`` are amax, counts, histogram and saturation, and ``bit`` or
     ``code`` add record rows. recorded: regions that give record rows, None for all; ranges always come from all.
     routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, to measure drift.
-    diagnose: hand out mismatch counts against the guidance.
+    diagnose: hand out mismatch counts against the guidance. replay: take recorded expert ids instead of the router's.
     train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
     instead of keeping its result. strict: an expert-shaped operation left as it is raises.
     """
@@ -34,6 +34,7 @@ class Mode:
     routing: bool = False
     inputs: bool = False
     diagnose: bool = False
+    replay: bool = False
     train: bool = False
     recompute: bool = False
     strict: bool = True

@@ -7,11 +7,13 @@ from .lower import lower
 from .observe import observe
 from .outline import outline
 from .quantize import quantize
+from .replay_routing import replay_routing
 from .runner import Pass
 
 PIPELINE: tuple[Pass, ...] = (
     Pass("canonicalize", changes_numerics=False, run=canonicalize),
     Pass("outline", changes_numerics=True, run=outline),  # summation order, unless the model used the same grouped GEMM
+    Pass("replay_routing", changes_numerics=True, run=replay_routing),  # only where a mode asks for it
     Pass("quantize", changes_numerics=True, run=quantize),
     Pass("observe", changes_numerics=False, run=observe),
     Pass("lower", changes_numerics=True, run=lower),  # summation order again; not with the native providers

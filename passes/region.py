@@ -68,7 +68,7 @@ class NoMatch:
         return f"{self.node}: {self.reason}" + (f" ({self.where})" if self.where else "")
 
 
-FeedKind = Literal["packed", "outer", "guide", "guide_outer", "hit", "valid"]
+FeedKind = Literal["packed", "outer", "guide", "guide_outer", "hit", "valid", "replay"]
 EmitKind = Literal["record", "record_outer", "amax", "counts", "hist", "saturated", "diag", "routing", "input"]
 
 
@@ -78,7 +78,7 @@ class Feed:
 
     ``packed``: ``part`` (codes, scales, outer) of ``weight`` (w13, w2) of ``region``. The others are one tensor for the
     whole graph: ``outer`` f32 [2 per region], ``guide`` u8 [T, R], ``guide_outer`` f32 [T, guided regions], ``hit`` and
-    ``valid`` bool [T].
+    ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions].
     """
 
     kind: FeedKind

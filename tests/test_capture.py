@@ -34,6 +34,7 @@ class RuntimeForTests:
 
     scheme: MoEScheme | None
     guide: GuideRows | None = None
+    replayed: Tensor | None = None
     masked: int = 0
     emitted: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     asked: list[tuple[str, str, int]] = field(default_factory=list)
@@ -50,6 +51,10 @@ class RuntimeForTests:
     def guidance(self) -> GuideRows:
         assert self.guide is not None
         return self.guide
+
+    def routing(self) -> Tensor:
+        assert self.replayed is not None
+        return self.replayed
 
     def valid(self, tokens: int) -> Tensor:
         return torch.arange(tokens) >= self.masked
@@ -187,6 +192,51 @@ def test_what_was_recorded_guides_the_trainer_to_the_same_codes() -> None:
     assert drifted.requires_grad
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_replayed_routing_chooses_and_the_gates_stay_the_trainers_own(checkpointed: bool) -> None:
+    module = chain(checkpointed=checkpointed)
+    x = torch.randn(6, H, requires_grad=True)
+    free = Compiled(module, Mode(scheme=None, routing=True))
+    out = free(x)
+    expected = [out.detach(), *gradients(module, out, x)]
+    own = torch.cat([free.runtime.emitted[0]["routing"][f"blocks.{i}"] for i in range(2)], 1)
+
+    replay = Compiled(module, Mode(scheme=None, replay=True, routing=True))
+    for recorded in (own, torch.full_like(own, -1)):  # the model's own choice, given or not given
+        replay.runtime.replayed = recorded
+        out = replay(x)
+        assert_equal([out.detach(), *gradients(module, out, x)], expected)
+
+    other = (own + 1) % E
+    other[0] = -1
+    replay.runtime.replayed = other
+    out = replay(x)
+    chosen = torch.cat([replay.runtime.emitted[-1]["routing"][f"blocks.{i}"] for i in range(2)], 1)
+    assert torch.equal(chosen[1:], other[1:]) and torch.equal(chosen[0], own[0])
+
+    y = x
+    for i, block in enumerate(module.blocks):
+        probabilities = torch.nn.functional.linear(y, block.router.weight).softmax(-1)  # type: ignore[union-attr]
+        ids = chosen[:, i * K : (i + 1) * K]
+        gates = probabilities.gather(-1, ids)
+        y = y + reference(block, y, gates / gates.sum(-1, keepdim=True), ids)
+    torch.testing.assert_close(out, y, rtol=1e-4, atol=1e-4)
+    for a, b in zip(gradients(module, out, x), gradients(module, y, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def reference(block: Any, x: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
+    """One token and one choice at a time."""
+    rows = []
+    for t in range(x.shape[0]):
+        row = torch.zeros(H)
+        for k in range(K):
+            e = int(ids[t, k])
+            row = row + gates[t, k] * (block.w2[e] @ block.act((block.w13[e] @ x[t])[None])[0])
+        rows.append(row)
+    return torch.stack(rows)
+
+
 def test_guidance_of_another_shape_is_refused() -> None:
     runtime = RuntimeForTests(
         W4A4_ROW, GuideRows(torch.zeros(5, 12, dtype=torch.uint8), torch.ones(5, 1), torch.ones(5) > 0)
@@ -219,7 +269,9 @@ def test_ranges_are_equal_for_every_implementation_of_the_experts() -> None:
     assert bool((amax[0][0] > 0).any())
 
 
-def test_eager_and_aot_see_the_same_bits_in_front_of_the_quantizer() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compilers_see_the_same_bits_in_front_of_the_quantizer(compiler: str, dtype: torch.dtype) -> None:
     """An elementwise chain right before the quantizer, and the activation between the GEMMs."""
 
     class Normed(nn.Module):
@@ -233,14 +285,15 @@ def test_eager_and_aot_see_the_same_bits_in_front_of_the_quantizer() -> None:
 
     found = []
     torch.manual_seed(0)
-    module, x = Normed(), torch.randn(9, H)
-    for compiler in ("eager", "aot_eager"):
-        compiled = Compiled(module, Mode(scheme=W4A4_ROW, record="code"), compiler=compiler)
+    module, x = Normed().to(dtype), torch.randn(9, H).to(dtype)
+    for name in ("eager", compiler):
+        compiled = Compiled(module, Mode(scheme=W4A4_ROW, record="code", inputs=dtype == torch.bfloat16), compiler=name)
         with torch.no_grad():
             out = compiled(x)
         emitted = compiled.runtime.emitted[0]
-        found.append([out, *(emitted[kind]["block"] for kind in sorted(emitted))])
-    assert_equal(found[1], found[0])
+        found.append([emitted[kind]["block"] for kind in sorted(emitted)] + [out] * (name != "inductor"))
+    for i, (a, b) in enumerate(zip(found[1], found[0], strict=False)):
+        assert torch.equal(a, b), f"value {i} differs"
 
 
 # --- how often it compiles --------------------------------------------------------------------------------------------
@@ -380,10 +433,17 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert [r.name for r in report.regions] == ["blocks.0", "blocks.1"]
     assert report.untouched == ("blocks.0.router.weight", "blocks.1.router.weight")
     assert [c.provider for c in report.choices] == ["native", "native"]
-    assert [t.name for t in report.timings] == ["canonicalize", "outline", "quantize", "observe", "lower"]
+    assert [t.name for t in report.timings] == [
+        "canonicalize",
+        "outline",
+        "replay_routing",
+        "quantize",
+        "observe",
+        "lower",
+    ]
     text = str(report)
     assert "blocks.1: grouped_mm_fallback, E=8 K=2 H=64 I=32, [E, N, K], silu(gate) * up; nvfp4_moe by native" in text
-    assert (tmp_path / "graph0" / "03_quantize.diff").exists()
+    assert (tmp_path / "graph0" / "04_quantize.diff").exists()
 
 
 # --- torch.compile(backend="trace_compile") ---------------------------------------------------------------------------

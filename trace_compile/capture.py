@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -73,6 +74,10 @@ class Runtime(Protocol):
 
     def valid(self, tokens: int) -> Tensor:
         """bool [tokens]: the tokens that count in statistics."""
+        ...
+
+    def routing(self) -> Tensor:
+        """i64 [T, top_k of all regions side by side]: expert ids to replay, -1 where there is no record."""
         ...
 
     def emit(self, emits: Emits) -> None:
@@ -144,7 +149,10 @@ class Backend:
 def _compile(gm: GraphModule, inputs: list[Any], compiler: str) -> Callable[..., Any]:
     if compiler == "eager":
         return gm.forward
-    return torch._dynamo.lookup_backend(compiler)(gm, inputs)  # type: ignore[return-value]
+    # Fused elementwise chains keep bfloat16 values in float32 unless told to round where the model rounds: the quantizers
+    # of two graphs, or of a compiled and an eager one, would then see different bits.
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        return torch._dynamo.lookup_backend(compiler)(gm, inputs)  # type: ignore[return-value]
 
 
 class _Call:
@@ -209,6 +217,8 @@ class _Call:
         assert tokens is not None
         if kind == "valid":
             return {"valid": self._runtime.valid(tokens)}
+        if kind == "replay":
+            return {"replay": self._runtime.routing()}
         guidance = self._runtime.guidance()
         width = next(f for feed, f in zip(self.feeds, self._fakes, strict=True) if feed.kind == "guide").shape[1]
         rows = guidance.rows
@@ -220,7 +230,7 @@ class _Call:
         return {"guide": rows, "guide_outer": guidance.outer, "hit": guidance.hit}
 
 
-_PER_TOKEN = ("guide", "guide_outer", "hit", "valid")
+_PER_TOKEN = ("guide", "guide_outer", "hit", "valid", "replay")
 
 
 def _size_reader(size: Any, inputs: list[Any]) -> Callable[[tuple[Any, ...]], int]:
@@ -311,6 +321,9 @@ class _PackOnUse:
 
     def guidance(self) -> Guidance:
         raise GuidanceError("guidance needs a trace: use trace_compile(model) instead of torch.compile")
+
+    def routing(self) -> Tensor:
+        raise GuidanceError("replay needs a trace: use trace_compile(model) instead of torch.compile")
 
     def valid(self, tokens: int) -> Tensor:
         raise GuidanceError("statistics need a trace: use trace_compile(model) instead of torch.compile")

@@ -1,0 +1,73 @@
+"""Recorded expert ids in place of the router's own top-k.
+
+Only the selection is replaced: gate weights stay the model's own function of its own scores, now read at the recorded
+ids, so gradients reach the router as before. A token without a record keeps the model's choice, bit for bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import GuidanceError
+from .feeds import Feeds, operand, region_ops
+from .graph import Builder, Scope, argument, line_of, op_name, scopes
+from .mode import Mode
+from .region import Feed, MoERegion
+
+
+def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
+    """Feeds ``replay`` i64 [T, top_k of all regions]; -1 anywhere in a token's ids means no record.
+
+    Raises ``GuidanceError`` naming the region whose ids do not come from a top-k.
+    """
+    if not config.replay:
+        return gm
+    feeds, found = Feeds(gm), list(region_ops(gm, "moe_float"))
+    columns, replaced = 0, set[Node]()
+    total = sum(region.top_k for _, _, region in found)
+    for scope, node, region in found:
+        top = _top_k(operand(node, "expert_ids"), region)
+        if top not in replaced:  # blocks may share a router
+            replay = feeds.whole(Feed("replay"), (feeds.tokens(), total), torch.int64, operand(node, "x"))
+            _replace(feeds, scope, top, replay, slice(columns, columns + region.top_k))
+            replaced.add(top)
+        columns += region.top_k
+    for scope in scopes(gm):
+        scope.module.recompile()
+    return gm
+
+
+def _top_k(ids: Any, region: MoERegion) -> Node:
+    node = ids
+    while op_name(node) in ("reshape", "view", "flatten", "to", "long", "contiguous"):
+        node = node.args[0]
+    top = node.args[0] if op_name(node) == "getitem" and node.args[1] == 1 else None
+    if not isinstance(top, Node) or op_name(top) != "topk":
+        raise GuidanceError(
+            f"routing of {region.name} cannot be replayed: its expert ids come from {op_name(node) or node} "
+            f"({line_of(node)}), not from a top-k"
+        )
+    return top
+
+
+def _replace(feeds: Feeds, scope: Scope, top: Node, replay: Node, columns: slice) -> None:
+    items = list(top.users)
+    at = Builder(top.next)
+    own_ids = at.function(operator.getitem, top, 1)
+    recorded = at.method("view_as", feeds.part(replay, (slice(None), columns), scope), own_ids)
+    known = at.method("all", at.function(torch.ge, recorded, 0), -1, True)
+    ids = at.function(torch.where, known, recorded, own_ids)
+    values = None
+    for item in items:
+        if item.args[1] == 1:
+            item.replace_all_uses_with(ids)
+        else:
+            if values is None:
+                scores, dim = top.args[0], argument(top, 2, "dim", -1)
+                values = at.function(torch.gather, scores, dim, ids)
+            item.replace_all_uses_with(values)
+        scope.graph.erase_node(item)
