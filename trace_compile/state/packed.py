@@ -9,16 +9,21 @@ Invariants
   unless shape or device changed.
 - An entry is never half-written: packing refuses non-finite weights before anything is copied.
 - Nothing but codes and scales is kept: 4.5 bits per weight for NVFP4, plus one float32 per expert.
+- A step of any ``torch.optim.Optimizer`` counts as a change of its parameters: fused optimizers write them without
+  raising their version counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trace_compile.errors import RefitError
 from trace_compile.ops.scheme import OperandScheme
@@ -63,12 +68,14 @@ class PackedWeights:
         self._entries: dict[_Key, _Entry] = {}
         self.pack_count = 0
         """Parameters packed so far."""
+        _caches.add(self)
 
     def get(self, name: str, param: Tensor, layout: WeightLayout, scheme: OperandScheme) -> Packed:
         """The packed form of ``param`` [E, N, K] (in its ``layout``), packed again if it changed since the last call.
 
-        A change is seen in the version counter, the storage, the shape or the strides. Writes that hide from all of
-        them (through ``.data``, through other tensors on the same memory, in other processes) need ``refresh``.
+        A change is seen in optimizer steps, the version counter, the storage, the shape or the strides. Writes that
+        hide from all of them (through ``.data``, through other tensors on the same memory, in other processes) need
+        ``refresh``.
         Raises ``NonFiniteWeightError`` naming the parameter; the entry then keeps its old content.
         """
         key = (name, layout, scheme)
@@ -143,6 +150,12 @@ class PackedWeights:
         self.pack_count += 1
         return packed
 
+    def _stepped(self, storages: Container[int]) -> None:
+        """Has entries packed from one of these memories packed again at their next use."""
+        for entry in self._entries.values():
+            if entry.stamp is not None and entry.stamp.storage.cdata in storages:
+                entry.stamp = None
+
     def _check_known(self, names: Iterable[str]) -> None:
         unknown = sorted(set(names) - self.names)
         if unknown:
@@ -165,3 +178,18 @@ def _shape(packed: Packed) -> torch.Size:
     """[E, N, K] of the weights behind packed codes [E, N, K/2]."""
     *outer, half = packed.codes.shape
     return torch.Size((*outer, 2 * half))
+
+
+_caches: weakref.WeakSet[PackedWeights] = weakref.WeakSet()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    caches = [cache for cache in _caches if len(cache)]
+    if not caches:
+        return
+    storages = {p.untyped_storage()._cdata for group in optimizer.param_groups for p in group["params"]}
+    for cache in caches:
+        cache._stepped(storages)
+
+
+register_optimizer_step_post_hook(_after_step)
