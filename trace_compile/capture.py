@@ -30,14 +30,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import GraphCaptureError, GuidanceError, TraceCompileError
-from .ops.scheme import W4A4_ROW, MoEScheme, OperandScheme
-from .ops.weights import Packed, WeightLayout, pack_experts
+from .ops.scheme import W4A4_ROW, MoEScheme
+from .ops.weights import Packed
 from .passes.graph import clone, fake, output_of, placeholders
 from .passes.mode import Mode
 from .passes.pipeline import PIPELINE
 from .passes.region import PROJECTIONS, Emit, Feed, MoERegion
 from .passes.report import CompileReport, untouched
 from .passes.runner import PassRunner
+from .state.packed import PackedWeights
 
 __all__ = ["Backend", "CompileReport", "Mode", "Runtime", "capturing", "trace_compile_backend"]
 
@@ -300,7 +301,7 @@ def _explain(broken: Exception) -> str:
 class _PackOnUse:
     """The runtime of plain ``torch.compile``: packs a parameter when it changed since it was last used."""
 
-    _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __init__(self, scheme: MoEScheme) -> None:
         self._scheme = scheme.weight
@@ -308,13 +309,8 @@ class _PackOnUse:
     def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
         assert self._scheme is not None
         expert, layout = region.weight(which)
-        entries: dict[tuple[WeightLayout, OperandScheme], Any] = self._cache.setdefault(param, {})
-        stamp = (param._version, param.data_ptr())
-        entry = entries.get((layout, self._scheme))
-        if entry is None or entry[0] != stamp:
-            entry = (stamp, pack_experts(param, layout, self._scheme, name=expert.name))
-            entries[layout, self._scheme] = entry
-        return entry[1]
+        weights: PackedWeights = self._packed.setdefault(param, PackedWeights())
+        return weights.get(expert.name, param, layout, self._scheme)
 
     def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
         raise GuidanceError("traced outer scales need a trace: use trace_compile(model) instead of torch.compile")
