@@ -13,19 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
+from ..ops.activation import Activation
 from ..ops.weights import WeightLayout
 from .activations import Translator
 from .dense import DenseGemm, DenseRows, dense_gemm
-from .experts import GROUPED, PRODUCTS, Gemm, Half, Rows, expert_gemm, is_pre, result_of
+from .experts import Gemm, expert_gemm, result_of
 from .graph import (
     Scope,
     body_of,
     dotted_name,
     fake,
-    is_parameter,
     line_of,
     op_name,
     origin,
@@ -34,8 +33,10 @@ from .graph import (
     scopes,
     shape,
 )
+from .halves import Half, is_pre
+from .inventory import expert_operand, hidden_product
+from .meaning import Meaning, PerPair, PerToken, Step
 from .region import ExpertParam, MoERegion, NoMatch
-from .routing import Meaning, PerPair, PerToken
 
 AnyGemm = Gemm | DenseGemm
 
@@ -44,7 +45,7 @@ AnyGemm = Gemm | DenseGemm
 class Match:
     """A region and the nodes of its graph that outlining needs.
 
-    x ``[..., H]``, ids and gates ``[..., K]`` (gates cast to each of ``gate_casts``), weights as placeholders of the
+    x ``[..., H]``, ids and gates ``[..., K]`` (gates go through ``gate_steps``), weights as placeholders of the
     level; ``output`` is the node that is replaced, ``interior`` the nodes that only serve it.
     """
 
@@ -53,7 +54,7 @@ class Match:
     x: Node
     ids: Node
     gates: Node
-    gate_casts: tuple[torch.dtype, ...]
+    gate_steps: tuple[Step, ...]
     w13: Node
     w2: Node
     b13: Node | None
@@ -107,10 +108,10 @@ def _match_level(scope: Scope) -> tuple[list[Match], list[NoMatch]]:
             refused[node] = NoMatch("no down projection was matched with this expert GEMM", node.name)
     taken = {n for m in matches for n in m.interior}
     for node in scope.graph.nodes:
-        operand = _expert_operand(scope, node) if node not in taken and node not in refused else None
+        operand = expert_operand(scope, node) if node not in taken and node not in refused else None
         if operand is not None:
             refused[node] = NoMatch(f"{op_name(node)} with the stacked parameter {operand} is no known form", node.name)
-        if body_of(scope.module, node) is None and (inner := _hidden_product(scope.module, node)) is not None:
+        if body_of(scope.module, node) is None and (inner := hidden_product(scope.module, node)) is not None:
             refused[node] = NoMatch(f"{inner} runs inside {op_name(node)}, whose body is not rewritten", node.name)
     order = {n: i for i, n in enumerate(scope.graph.nodes)}
     return matches, [
@@ -120,7 +121,7 @@ def _match_level(scope: Scope) -> tuple[list[Match], list[NoMatch]]:
 
 def _enters(of: Meaning, gemm: AnyGemm) -> bool:
     """Whether a GEMM takes the tokens (rather than what an activation made of another GEMM's result)."""
-    return gemm.takes_tokens if isinstance(gemm, DenseGemm) else isinstance(of(gemm.rows), PerToken)
+    return gemm.tokens is not None if isinstance(gemm, DenseGemm) else isinstance(of(gemm.rows), PerToken)
 
 
 def _match_from(scope: Scope, of: Meaning, down: AnyGemm) -> tuple[Match, AnyGemm]:
@@ -152,17 +153,17 @@ def _match_from(scope: Scope, of: Meaning, down: AnyGemm) -> tuple[Match, AnyGem
     (rows,) = first_rows
     up: AnyGemm = rows.gemm
     result, end = _combined(of, down)
-    x, gates, weight_input = _operands(of, up, down, rows, end)
-    region = _region(scope, up, down, rows, end, activation, bool(interleaved and interleaved.pop()), weight_input)
+    found = _operands(of, up, down, rows, end, activation)
+    region = _region(scope, up, down, rows, end, activation, interleaved == {True}, found)
     interior = _interior(up.node, result)
     _check_private(interior, result)
     match = Match(
         scope=scope,
         region=region,
-        x=x,
-        ids=down.ids if isinstance(down, Gemm) else end.ids,
-        gates=gates.source,
-        gate_casts=(*gates.casts, *getattr(end, "widened", ())),
+        x=found.x,
+        ids=found.ids,
+        gates=found.gates.source,
+        gate_steps=found.gates.casts,
         w13=up.param,
         w2=down.param,
         b13=rows.bias,
@@ -210,16 +211,23 @@ def _combined(of: Meaning, down: AnyGemm) -> tuple[Node, Any]:
     return node, value
 
 
-def _operands(of: Meaning, up: AnyGemm, down: AnyGemm, rows: Any, end: Any) -> tuple[Node, PerPair, bool]:
-    """Tokens, gates, and whether the gates scale the input. Checks that both GEMMs serve the same routing."""
+@dataclass(frozen=True)
+class _Operands:
+    x: Node
+    ids: Node
+    gates: PerPair
+    weight_input: bool
+
+
+def _operands(of: Meaning, up: AnyGemm, down: AnyGemm, rows: Any, end: Any, activation: Activation) -> _Operands:
+    """Tokens, ids and gates. Checks that both GEMMs serve the same routing and that gates are applied once."""
+    if isinstance(up, DenseGemm) and isinstance(down, DenseGemm):
+        return _dense_operands(up, down, rows, end, activation)
     if isinstance(up, DenseGemm) or isinstance(down, DenseGemm):
-        if not (isinstance(up, DenseGemm) and isinstance(down, DenseGemm)):
-            raise _Reject(down.node, "one expert GEMM runs over all experts, the other over chosen ones")
-        if end.gates is None:
-            raise _Reject(down.node, "no gate weights are applied")
-        return up.rows, end.gates, False
+        raise _Reject(down.node, "one expert GEMM runs over all experts, the other over chosen ones")
     tokens = of(up.rows)
-    assert isinstance(tokens, PerToken) and isinstance(end, Rows)
+    if not isinstance(tokens, PerToken):
+        raise _Reject(up.node, f"rows {up.rows} are not tokens gathered by their routing")
     if up.ids is not down.ids or up.order != down.order or tokens.order != up.order:
         raise _Reject(
             down.node, f"the expert GEMMs are routed differently: {up.node} by {up.ids}, this one by {down.ids}"
@@ -233,13 +241,27 @@ def _operands(of: Meaning, up: AnyGemm, down: AnyGemm, rows: Any, end: Any) -> t
     top_k = (shape(up.ids) or (None,))[-1]
     if not same(tokens.top_k, top_k):
         raise _Reject(up.node, f"rows repeat each token {tokens.top_k} times, but {top_k} experts are chosen")
-    if (tokens.gates is None) == (end.gates is None):
-        raise _Reject(
-            down.node, "no gate weights are applied" if end.gates is None else "gate weights are applied twice"
-        )
-    gates = tokens.gates or end.gates
-    assert gates is not None
-    return tokens.source, gates, tokens.gates is not None
+    gates: PerPair = _once(down.node, tokens.gates, end.gates)
+    widened = gates if gates is tokens.gates else replace(gates, casts=(*gates.casts, *end.widened))
+    return _Operands(tokens.source, down.ids, widened, gates is tokens.gates)
+
+
+def _dense_operands(up: DenseGemm, down: DenseGemm, rows: Any, end: DenseRows, activation: Activation) -> _Operands:
+    if up.tokens is None:
+        raise _Reject(up.node, f"{up.rows} are not the tokens, the same for every expert")
+    gates = _once(down.node, up.gates, end.gates)
+    if gates is up.gates:
+        # Experts that were not chosen got zeros: they must also give zeros for their sum not to matter.
+        silent = not activation.evaluate(torch.zeros(1, 2)).any()
+        if rows.bias is not None or end.bias is not None or not silent:
+            raise _Reject(down.node, "gates scale the input of experts that do not map zero to zero")
+    return _Operands(up.tokens, gates.ids, gates.per_pair, gates is up.gates)
+
+
+def _once(node: Node, on_input: Any, on_output: Any) -> Any:
+    if (on_input is None) == (on_output is None):
+        raise _Reject(node, "no gate weights are applied" if on_output is None else "gate weights are applied twice")
+    return on_input or on_output
 
 
 def _region(
@@ -250,7 +272,7 @@ def _region(
     end: Any,
     activation: Any,
     interleaved: bool,
-    weight_input: bool,
+    found: _Operands,
 ) -> MoERegion:
     params = [
         _param(scope, node, up.node) if node is not None else None
@@ -264,7 +286,6 @@ def _region(
     out, width = (c2, a2) if down.transposed else (a2, c2)
     if e1 != e2 or out != hidden or activation.width(n1) != width:
         raise _Reject(down.node, f"parameter shapes {(e1, a1, c1)} and {(e2, a2, c2)} do not form one expert network")
-    ids = down.ids if isinstance(down, Gemm) else end.ids
     return MoERegion(
         name=w13.name.rpartition(".")[0] or w13.name,
         w13=w13,
@@ -274,12 +295,12 @@ def _region(
         w13_layout=WeightLayout(transposed=up.transposed, interleaved=interleaved),
         w2_layout=WeightLayout(transposed=down.transposed),
         activation=activation,
-        top_k=int(shape(ids)[-1]),  # type: ignore[index]
+        top_k=int(shape(found.ids)[-1]),  # type: ignore[index]
         num_experts=int(e1),
         hidden=int(hidden),
         width=int(width),
         source=up.source,
-        weight_input=weight_input,
+        weight_input=found.weight_input,
     )
 
 
@@ -332,78 +353,6 @@ def _count(dims: tuple[Any, ...]) -> Any:
     for d in dims[:-1]:
         total = total * d
     return total
-
-
-def _expert_operand(scope: Scope, node: Node) -> str | None:
-    """Dotted name of the stacked parameter that a product multiplies by, if it does."""
-    if op_name(node) not in PRODUCTS:
-        return None
-    names = (_stacked(scope, operand) for operand in node.all_input_nodes)
-    return next((name for name in names if name), None)
-
-
-_KEEPS_WEIGHTS = frozenset(
-    (
-        *("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "expand", "clone", "detach"),
-        *("transpose", "permute", "t", "select", "narrow", "chunk", "split", "unbind", "stack", "cat"),
-        *("to", "float", "bfloat16", "half", "type", "type_as", "mul", "div", "add", "sub", "neg"),
-    )
-)
-
-
-def _stacked(scope: Scope, node: Node) -> str | None:
-    """The name of what ``node`` holds if it is expert weights: made of parameters alone, and stacked at some point."""
-    todo, seen, found, rooted = [node], {node}, None, False
-    while todo:
-        n = todo.pop()
-        name = op_name(n)
-        if n.op in ("placeholder", "get_attr"):
-            root = n if n.op == "get_attr" else origin(scope, n)
-            if root is None or not _is_model_state(root):
-                return None
-            label, rooted = dotted_name(root), True
-        elif name in ("getitem", "index_select"):
-            if len(shape(n.args[0]) or (0, 0, 0)) < 3:
-                return None  # rows of a table, picked by ids, are activations
-            label = n.name
-        elif name in _KEEPS_WEIGHTS:
-            label = n.name
-        else:
-            return None
-        dims = shape(n)
-        if dims is not None and len(dims) >= 3 and not same(dims[0], 1):
-            found = label if n.op == "placeholder" or found is None else found
-        new = [a for a in n.all_input_nodes if a not in seen and _carries_weight(a)]
-        seen.update(new)
-        todo += new
-    return found if rooted else None  # numbers made of indices alone (positions) are no weights
-
-
-def _carries_weight(operand: Node) -> bool:
-    """Indices select weights without being weights."""
-    value = fake(operand)
-    return isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
-
-
-def _hidden_product(module: GraphModule, call: Node) -> str | None:
-    """An expert-shaped operation inside a higher-order operation that is no checkpoint (a branch, a loop, a map)."""
-    for operand in call.all_input_nodes if isinstance(call.target, HigherOrderOperator) else ():
-        body = getattr(module, str(operand.target), None) if operand.op == "get_attr" else None
-        for node in body.graph.nodes if isinstance(body, GraphModule) else ():
-            weights = [n for n in node.all_input_nodes if n.op == "placeholder" and len(shape(n) or ()) == 3]
-            if op_name(node) in GROUPED or (op_name(node) in PRODUCTS and any(map(is_parameter, weights))):
-                return f"{op_name(node)} {node.name}"
-            found = _hidden_product(body, node)  # type: ignore[arg-type]
-            if found is not None:
-                return found
-    return None
-
-
-def _is_model_state(root: Node) -> bool:
-    """A parameter, or a buffer of a module."""
-    source = getattr(root.meta.get("grapharg"), "source", None)
-    name = "" if source is None else source.name if isinstance(source.name, str) else source.name()
-    return is_parameter(root) or "._buffers[" in name
 
 
 def _with_unique_names(matches: list[Match]) -> list[Match]:

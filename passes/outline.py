@@ -15,6 +15,7 @@ from ..errors import NoMoERegionError
 from ..ops.weights import WeightLayout
 from .graph import Builder, fake, op_name, same_shape, scopes, shape
 from .match_moe import Match, match_moe
+from .meaning import Step
 from .mode import Mode
 from .region import NoMatch
 
@@ -66,8 +67,8 @@ def _replace(match: Match) -> None:
         ids, gates = (at.method("reshape", n, -1, region.top_k) for n in (ids, gates))
     if fake(ids).dtype != torch.int64:
         ids = at.method("to", ids, torch.int64)
-    for dtype in match.gate_casts:
-        gates = at.method("to", gates, dtype)
+    for step in match.gate_steps:
+        gates = _gate_step(at, gates, step)
     y = at.function(
         torch.ops.trace_compile.moe_float.default,
         x,
@@ -89,6 +90,12 @@ def _replace(match: Match) -> None:
     result, absorbed = _absorb_cast(output, result)
     absorbed.replace_all_uses_with(result)
     erase_dead(output.graph, [absorbed, *match.interior])
+
+
+def _gate_step(at: Builder, gates: Node, step: Step) -> Node:
+    if isinstance(step, torch.dtype):
+        return at.method("to", gates, step)
+    return at.method(step, gates, -1) if step == "softmax" else at.method(step, gates)
 
 
 def _absorb_cast(output: Node, result: Node) -> tuple[Node, Node]:

@@ -216,7 +216,7 @@ def test_replayed_routing_chooses_and_the_gates_stay_the_trainers_own(checkpoint
 
     y = x
     for i, block in enumerate(module.blocks):
-        probabilities = torch.nn.functional.linear(y, block.router.weight).softmax(-1)  # type: ignore[union-attr]
+        probabilities = torch.nn.functional.linear(y, block.router.weight).softmax(-1)  # type: ignore[union-attr, arg-type]
         ids = chosen[:, i * K : (i + 1) * K]
         gates = probabilities.gather(-1, ids)
         y = y + reference(block, y, gates / gates.sum(-1, keepdim=True), ids)

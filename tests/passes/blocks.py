@@ -131,6 +131,21 @@ class GatedInput(Stacked):
         return torch.zeros_like(x).index_add(0, order // K, out)
 
 
+class Broadcast(Stacked):
+    """All experts on all tokens by ``bmm``, expert by expert, biases broadcast; the softmax runs over all experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = torch.topk(F.linear(x, self.router.weight), K, dim=-1)
+        mix = torch.full((x.shape[0], E), float("-inf"), dtype=x.dtype).scatter_(1, ids, top).softmax(-1)
+        pre = torch.bmm(x.repeat(E, 1).view(E, -1, H), self.w13.mT)
+        if self.b13 is not None:
+            pre = pre + self.b13[:, None, :]
+        out = torch.bmm(self.act(pre), self.w2.mT)
+        if self.b2 is not None:
+            out = out + self.b2.unsqueeze(1)
+        return (out * mix.transpose(0, 1)[..., None]).sum(dim=0)
+
+
 @dataclass(frozen=True)
 class Captured:
     """Dynamo's graph, the example inputs the backend got, and the real arguments of the call."""

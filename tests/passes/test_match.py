@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.passes.blocks import (
+    Broadcast,
     Dense,
     DenseMasked,
     E,
@@ -24,7 +26,8 @@ from tests.passes.blocks import (
     capture,
     run_with_gradients,
 )
-from trace_compile.ops import SWIGLU
+from trace_compile.errors import NoMoERegionError
+from trace_compile.ops import SWIGLU, UNQUANTIZED
 from trace_compile.ops.tolerance import check_close
 from trace_compile.passes import PIPELINE, Mode, MoERegion, PassRunner
 from trace_compile.passes.report import formula
@@ -144,8 +147,13 @@ def test_a_renamed_copy_of_the_experts_class_is_matched() -> None:
         (lambda: Dense(), "einsum", (10, H)),
         (lambda: Dense(bias=True), "einsum", (10, H)),
         (lambda: DenseMasked(), "einsum", (2, 5, H)),
+        (lambda: Broadcast(), "bmm", (10, H)),
+        (lambda: Broadcast(bias=True), "bmm", (10, H)),
     ],
-    ids=["grouped", "grouped-bias", "gated-input", "gathered", "dense", "dense-bias", "dense-one-hot"],
+    ids=[
+        *("grouped", "grouped-bias", "gated-input", "gathered", "dense", "dense-bias", "dense-one-hot"),
+        *("broadcast", "broadcast-bias"),
+    ],
 )
 def test_hand_written_blocks(block: Callable[[], Stacked], source: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(2)
@@ -155,6 +163,48 @@ def test_hand_written_blocks(block: Callable[[], Stacked], source: str, shape: t
     assert (region.b13 is not None) == (module.b13 is not None)
     assert region.weight_input == isinstance(module, GatedInput)
     assert_same_function(before, after)
+
+
+def llama4(top_k: int) -> nn.Module:
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    config = transformers.Llama4TextConfig(
+        hidden_size=H, intermediate_size=I, intermediate_size_mlp=I, num_local_experts=E, num_experts_per_tok=top_k
+    )
+    block = Llama4TextMoe(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return block
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_llama4_scores_scale_the_input_of_every_expert(top_k: int) -> None:
+    torch.manual_seed(5)
+    region, before, after = rewrite(llama4(top_k), torch.randn(2, 5, H))
+    assert (region.source, region.weight_input, region.top_k) == ("bmm", True, top_k)
+    assert region.w13_layout.transposed and region.activation == SWIGLU
+    assert_same_function(before, after)
+
+
+def test_scaled_inputs_of_experts_that_do_not_keep_zero_are_refused() -> None:
+    """Experts that were not chosen see zeros; a sigmoid would turn those into something."""
+    block = llama4(1)
+    block.experts.forward = types.MethodType(_sigmoid_experts, block.experts)  # type: ignore[union-attr, method-assign]
+    found = capture(block, torch.randn(2, 5, H))
+    with pytest.raises(NoMoERegionError, match="gates scale the input of experts that do not map zero to zero"):
+        PassRunner(PIPELINE).run(found.graph(), found.inputs, config=IDENTITY)
+
+
+def _sigmoid_experts(self: Any, x: Tensor) -> Tensor:
+    gate, up = torch.bmm(x.view(E, -1, H), self.gate_up_proj).chunk(2, dim=-1)
+    return torch.bmm(torch.sigmoid(gate) * (up + 1), self.down_proj).view(-1, H)
+
+
+def test_quantized_llama4_quantizes_the_scaled_tokens() -> None:
+    found = capture(llama4(1), torch.randn(2, 5, H))
+    gm = PassRunner(PIPELINE).run(found.graph(), found.inputs, config=Mode(scheme=UNQUANTIZED))
+    for a, b in zip(gm(*found.args), found.graph()(*found.args), strict=True):
+        check_close(a, b, k=4 * H, stages=6)
 
 
 def squared_relu(pre: Tensor) -> Tensor:
