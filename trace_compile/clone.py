@@ -63,6 +63,7 @@ def _share(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
     return clone
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
     """Replace every parameter and buffer of ``module`` by a copy, except the dotted names in ``skip``.
@@ -80,6 +81,7 @@ def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
                 sub._buffers[name] = copies.setdefault(id(b), b.detach().clone())
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def copy_tensors(source: nn.Module, target: nn.Module, *, skip: Container[str] = ()) -> None:
     """Copy parameters and buffers of ``source`` into ``target`` in place (addresses stay), by dotted name."""

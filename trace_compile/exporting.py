@@ -56,10 +56,7 @@ def input_scales(session: Session) -> dict[tuple[str, str], float]:
     if session.outer:
         return {site: float(g) for site, g in session.outer.as_dict().items()}
     ranges = session.pending_ranges or session.ranges
-    if ranges is None:
-        return {}
-    sites = session.sites()
-    return dict(zip(sites, ranges.outer_scales(sites).tolist(), strict=True))
+    return {} if ranges is None else {site: float(g) for site, g in session.scales_from(ranges).items()}
 
 
 def export_model(

@@ -2,7 +2,8 @@
 
 ``trace_compile(model)`` gives the model a subclass of its own class. Parameters, names, state dict, hooks,
 ``isinstance`` and the optimizer's references stay what they were; only ``forward`` now runs the rewritten graph, and the
-methods below are there. A deep copy is compiled anew with the same options; a pickle holds the plain model.
+methods below are there. A deep copy is compiled anew with the same options and scales; a pickle holds
+the plain model.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class TraceCompiledModule(nn.Module):
         session = session_of(self)
         if session.recording is not None:
             raise GuidanceError("a trace is being recorded already; close it before opening another")
+        if record in ("bit", "code") and (session.recipe.rollout is None or session.recipe.rollout.act is None):
+            raise GuidanceError(
+                f"record={record!r}: the rollout of recipe {session.recipe.name!r} quantizes no activations and has no "
+                "outcomes to record; use record='ranges'"
+            )
         kind: RecordKind = record or ("ranges" if session.recipe.guidance == "none" else session.recipe.guidance)  # type: ignore[assignment]
         trace = Trace(
             session.layout(kind), session.fingerprint, {"name": session.recipe.name, "record": kind}, max_bytes=max_bytes
@@ -119,7 +125,10 @@ class TraceCompiledModule(nn.Module):
         return export_model(session_of(self), self, path, format=format, **options)
 
     def refresh(self) -> None:
-        """Pack again at the next forward, for writes that autograd's version counter does not see (``param.data``)."""
+        """Pack again at the next forward, for writes that autograd's version counter does not see (``param.data``).
+
+        Not needed after the step of a ``torch.optim`` optimizer, nor for twins: ``refit()`` always packs.
+        """
         session_of(self).weights.refresh()
 
     def _plain(self) -> nn.Module:
@@ -133,8 +142,9 @@ class TraceCompiledModule(nn.Module):
         from trace_compile.api import attach
 
         session = session_of(self)
-        clone = copy.deepcopy(self._plain(), memo)
-        return attach(clone, session.recipe, session.options)
+        clone = attach(copy.deepcopy(self._plain(), memo), session.recipe, session.options)
+        session_of(clone).inherit(session)
+        return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_it_is, (self._plain(),)

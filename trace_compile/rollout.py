@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trace_compile.passes.mode import Mode
 from trace_compile.clone import copy_tensors, own_tensors, share_tree, subclass
-from trace_compile.errors import GuidanceError
+from trace_compile.errors import GuidanceError, TraceCompileError
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.region import MoERegion
 from trace_compile.runtime import Call
@@ -68,16 +68,20 @@ class Twin:
     def refit(self, module: nn.Module) -> int:
         """Pack the trainer's current weights into the twin; returns the new weights version.
 
-        Adopts the ranges of the last trace, where the recipe traces scales. Raises ``NonFiniteWeightError`` naming the
-        parameter, or ``GuidanceError`` naming unobserved sites; the twin's weights are then what they were.
+        Adopts the ranges of the last closed trace, where the recipe traces scales (inside ``model.trace()`` they wait
+        for the next refit). Raises ``NonFiniteWeightError`` naming the parameter, or ``GuidanceError`` naming
+        unobserved sites; the twin's weights and scales are then what they were.
         """
         session = self.session
-        if session.pending_ranges is not None and session.recipe.outer == "traced":
-            session.adopt_ranges(session.pending_ranges)
-            session.pending_ranges = None
+        ranges = session.ranges_to_adopt()
+        if ranges is not None:
+            session.scales_from(ranges)
         if self.experts:
             masters = self.masters()
-            self.packed.update_all({name: masters[name] for name in self.experts})
+            # Forced: writes through ``param.data`` change no version counter, and a twin must not stay behind.
+            self.packed.update_all({name: masters[name] for name in self.experts}, force=True)
+        if ranges is not None:
+            session.adopt_ranges(ranges)
         if self.copies:
             copy_tensors(self.source, module, skip=self.experts)
         session.version += 1
@@ -166,6 +170,12 @@ class RolloutModule(nn.Module):
             return own(*args, **kwargs)
         finally:
             twin.tracker.prompt_mask = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TraceCompileError(
+            "a twin is not copied or pickled: model.rollout(copy=True) makes another, and a deep copy of the model has "
+            "twins of its own"
+        )
 
     @contextlib.contextmanager
     def _optimize_model_for_decode(self) -> Iterator[None]:

@@ -45,13 +45,15 @@ class OuterScales:
     def set(self, values: dict[SiteKey, Tensor]) -> None:
         """Adopt new scales (float32 scalars, powers of two) for every site at once."""
         self._values = {site: torch.as_tensor(g, dtype=torch.float32).reshape(()) for site, g in values.items()}
-        for sites, tensor in self._stacked.items():
-            tensor.copy_(torch.stack([self._values[s] for s in sites]))
+        with torch.inference_mode(False):
+            for sites, tensor in self._stacked.items():
+                tensor.copy_(torch.stack([self._values[s] for s in sites]))
 
     def stacked(self, sites: tuple[SiteKey, ...], device: torch.device) -> Tensor:
         """Float32 [len(sites)] on ``device``, at a stable address."""
         if sites not in self._stacked:
-            self._stacked[sites] = torch.stack([self._values[s] for s in sites]).to(device)
+            with torch.inference_mode(False):  # a rollout may ask first, and the trainer saves it for its backward
+                self._stacked[sites] = torch.stack([self._values[s] for s in sites]).to(device)
         return self._stacked[sites]
 
 

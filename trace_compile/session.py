@@ -65,13 +65,14 @@ class RangeAccumulator:
     totals: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, region: str, amax: Tensor, counts: Tensor, hist: Tensor, saturated: Tensor) -> None:
-        if region not in self.totals:
-            self.totals[region] = [t.detach().clone() for t in (amax, counts, hist, saturated)]
-            return
-        top, *sums = self.totals[region]
-        torch.maximum(top, amax, out=top)
-        for total, new in zip(sums, (counts, hist, saturated), strict=True):
-            total += new
+        with torch.inference_mode(False):  # totals outlive the call: inference tensors could not be added to
+            if region not in self.totals:
+                self.totals[region] = [t.detach().clone() for t in (amax, counts, hist, saturated)]
+                return
+            top, *sums = self.totals[region]
+            torch.maximum(top, amax, out=top)
+            for total, new in zip(sums, (counts, hist, saturated), strict=True):
+                total += new
 
     def ranges(self) -> Ranges:
         merged = Ranges.empty()
@@ -146,9 +147,9 @@ class Session:
         return self.regions
 
     def guided_regions(self) -> frozenset[str]:
-        """Regions whose outcome is recorded and replayed: the last ``options.last`` of them in graph order."""
+        """Regions whose outcome is recorded and replayed: the last ``options.last`` of them in graph order, or one."""
         names = [r.name for r in self.need_regions()]
-        return frozenset(names[len(names) - round(len(names) * self.options.last) :])
+        return frozenset(names[-max(1, round(len(names) * self.options.last)) :])
 
     def sites(self) -> tuple[SiteKey, ...]:
         return tuple((r.name, p) for r in self.need_regions() for p in PROJECTIONS)
@@ -175,8 +176,8 @@ class Session:
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
-    def adopt_ranges(self, ranges: Ranges) -> None:
-        """Set the outer input scales of both graphs from ``ranges``; the first time, say which experts got no token.
+    def scales_from(self, ranges: Ranges) -> dict[SiteKey, Tensor]:
+        """The outer input scale of every site.
 
         Raises ``GuidanceError`` naming the sites that the trace never observed: a scale would be a guess there.
         """
@@ -187,10 +188,29 @@ class Session:
                 f"the trace observed nothing at {', '.join('.'.join(site) for site in unseen)}; generate inside "
                 "model.trace() before ranges can set scales"
             )
-        if self.ranges is None:
+        return dict(zip(sites, ranges.outer_scales(sites).unbind(), strict=True))
+
+    def ranges_to_adopt(self) -> Ranges | None:
+        """The ranges of the last trace, if the recipe traces scales. While a trace records they wait: rows of one trace
+        share a layout."""
+        return self.pending_ranges if self.recipe.outer == "traced" and self.recording is None else None
+
+    def adopt_ranges(self, ranges: Ranges) -> None:
+        """Set the outer input scales of both graphs; the first time, say which experts got no token.
+
+        Raises as ``scales_from``; nothing has changed then.
+        """
+        scales, first = self.scales_from(ranges), self.ranges is None
+        self.outer.set(scales)
+        self.ranges, self.pending_ranges = ranges, None
+        if first:
             ranges.warn()
-        self.ranges = ranges
-        self.outer.set(dict(zip(sites, ranges.outer_scales(sites).unbind(), strict=True)))
+
+    def inherit(self, other: Session) -> None:
+        """Start from what ``other``, the session of a model that this one's was copied from, knows of the model."""
+        self.regions = other.regions
+        self.ranges, self.pending_ranges = other.ranges, other.pending_ranges
+        self.outer.set(other.outer.as_dict())
 
     # --- one training forward ---------------------------------------------------------------------------------------
 
