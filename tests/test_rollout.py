@@ -9,6 +9,7 @@ from tests.tiny import EOS, PAD, VOCAB, prompts, qwen3, right_padded
 from trace_compile import trace_compile
 from trace_compile.errors import FingerprintMismatchError, GuidanceError, NonFiniteWeightError, TraceFileError
 from trace_compile.model import session_of
+from trace_compile.ops.scheme import W4A4_TRACED
 from trace_compile.state.trace import Trace
 
 NEW = 8
@@ -99,7 +100,8 @@ def test_ranges_set_the_scales_of_both_graphs():
     with model.trace() as second:
         generate(rollout, prompts())
     assert all(site.outer_bytes == 0 for site in second.layout.sites)
-    assert session.train_mode().scheme.act.outer == rollout.__dict__["_trace_compile_twin"].mode(None).scheme.act.outer == "traced"
+    twin = rollout.__dict__["_trace_compile_twin"]
+    assert session.train_mode().scheme == twin.mode(None).scheme == W4A4_TRACED
     assert all(int(s.saturated) == 0 for s in second.ranges.sites.values())
     model.guide(second)
     loss = model(**prompts(), labels=prompts()["input_ids"]).loss
@@ -179,7 +181,7 @@ def test_packed_experts_take_at_most_4_6_bits_per_weight():
 
 
 def test_trace_files_come_back_equal_and_refuse_other_models(tmp_path, traced):
-    model, _, trace, _, batch = traced
+    model, _, trace, _, _ = traced
     path = tmp_path / "trace.safetensors"
     trace.save(path)
     loaded = Trace.load(path, fingerprint=session_of(model).fingerprint)
@@ -244,3 +246,21 @@ def test_rollout_scores_are_those_of_the_dequantized_weights():
         training, generation, reference = model(**batch).logits, model.rollout()(**batch).logits, eager(**batch).logits
     torch.testing.assert_close(training, generation, atol=0, rtol=0)
     torch.testing.assert_close(training, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_routing_is_replayed_by_token():
+    model = trace_compile(qwen3(), recipe="bf16", replay_routing=True)
+    rollout = model.rollout(copy=True)
+    with model.trace() as trace:
+        out, mask = generate(rollout, prompts())
+    batch = right_padded(out.sequences, mask)
+    with torch.no_grad():
+        before = model(**batch).logits
+        assert torch.equal(model.guide(trace)(**batch).logits, before)  # the same weights choose the same experts
+        for name, p in model.named_parameters():
+            if "mlp.gate." in name:
+                p.neg_()
+        forced = model(**batch).logits
+        assert not torch.equal(model.guide(None)(**batch).logits, forced)
+    model.guide(trace)(**batch).logits.square().mean().backward()
+    assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "mlp.gate." in name)

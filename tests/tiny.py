@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models for tests: real transformers classes with random weights, seconds to compile on a CPU."""
+"""Tiny mixture-of-experts models for tests: real transformers classes with random weights."""
 
 from __future__ import annotations
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trace_compile.clone import subclass
 from trace_compile.errors import TraceCompileError
-from trace_compile.model import ATTRIBUTE, TraceCompiledModule
+from trace_compile.model import ATTRIBUTE, attach, session_of
 from trace_compile.recipes import Recipe, get_recipe
-from trace_compile.session import Options, Session
+from trace_compile.session import Options
 
 logger = logging.getLogger("trace_compile")
 
@@ -28,6 +27,7 @@ def trace_compile(
     compiler: str | None = None,
     last: float = 0.5,
     max_staleness: int = 3,
+    replay_routing: bool = False,
     recompute: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
     disabled_passes: Iterable[str] = (),
@@ -44,6 +44,7 @@ def trace_compile(
             (default on CPUs, where Inductor takes tens of seconds per graph and the expert ops dominate anyway).
         last: share of the layers, counted from the end, whose outcome is recorded and replayed (TRACE: 0.5).
         max_staleness: oldest record, in weight versions, that guidance may use.
+        replay_routing: guided forwards also take the rollout's expert ids, with gates from their own logits (R3).
         recompute: recompute the gate/up pre-activation in the backward instead of keeping it ([T*K, 2I] per layer): one
             more grouped GEMM per layer and step.
         example_inputs: keyword arguments of one small forward, for models without ``dummy_inputs``; with either, the
@@ -57,7 +58,7 @@ def trace_compile(
     if not isinstance(model, nn.Module):
         raise TraceCompileError(f"trace_compile takes an nn.Module, got {type(model).__name__}")
     if ATTRIBUTE in model.__dict__:
-        raise TraceCompileError("this model went through trace_compile already; deepcopy or reload it for another recipe")
+        raise TraceCompileError("this model went through trace_compile already; load it again for another recipe")
     if not 0.0 < last <= 1.0:
         raise TraceCompileError(f"last is the share of layers to record, 0 < last <= 1, got {last}")
     chosen = get_recipe(recipe)
@@ -66,27 +67,20 @@ def trace_compile(
         compiler = "inductor" if on_gpu else "eager"
     if compiler not in COMPILERS:
         raise TraceCompileError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
-    options = Options(strict, compiler, last, max_staleness, recompute, tuple(disabled_passes), dump_dir)
+    options = Options(
+        strict, compiler, last, max_staleness, replay_routing, recompute, tuple(disabled_passes), dump_dir
+    )
     _use_grouped_experts(model)
     inputs = dict(example_inputs) if example_inputs is not None else _dummy_inputs(model)
     original = type(model)
     attach(model, chosen, options)
     if inputs is not None:
         try:
-            session: Session = model.__dict__[ATTRIBUTE]
-            session.discover(model, (), inputs)
+            session_of(model).discover(model, (), inputs)
         except BaseException:
             model.__class__ = original
             del model.__dict__[ATTRIBUTE]
             raise
-    return model
-
-
-def attach(model: nn.Module, recipe: Recipe, options: Options) -> nn.Module:
-    """Give ``model`` the compiled class and a session of its own."""
-    cls = type(model)
-    object.__setattr__(model, ATTRIBUTE, Session(model, cls, recipe, options))
-    model.__class__ = subclass(cls, TraceCompiledModule)
     return model
 
 
@@ -97,7 +91,7 @@ def _use_grouped_experts(model: nn.Module) -> None:
     if switch is not None and before is not None and before != "grouped_mm":
         switch("grouped_mm")
         if before == "eager":
-            logger.warning("experts_implementation switched from 'eager' to 'grouped_mm': the loop over experts cannot be captured")
+            logger.warning("experts_implementation 'eager' switched to 'grouped_mm': a loop over experts is no graph")
 
 
 def _dummy_inputs(model: nn.Module) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Module trees that share or copy their tensors.
 
-The rollout twin is a second module tree over the trainer's tensors. ``share_tree`` builds one without copying a tensor;
-``own_tensors`` then gives chosen parts copies of their own, for a twin that must stay behind the trainer (stale weights)
-or live on another device.
+The rollout twin is a second module tree over the trainer's tensors. ``share_tree`` builds one without copying a
+tensor; ``own_tensors`` then gives chosen parts copies of their own, for a twin that must stay behind the trainer (stale
+weights).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 def subclass(cls: type[nn.Module], mixin: type) -> type[nn.Module]:
     """A subclass of ``cls`` that looks like it from outside and takes ``forward`` and more from ``mixin``.
 
-    Name, module and signature stay those of ``cls``: libraries read them (architectures in configs, accepted arguments).
+    Name, module and signature stay those of ``cls``: libraries read them (architecture names, accepted arguments).
     """
 
     @wraps(cls.forward)

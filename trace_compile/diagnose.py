@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.errors import GuidanceError
-from trace_compile.numerics import decode_blocks, guided_blocks, outer_scale, quantize_blocks, unpack_nibbles
 from trace_compile.numerics import amax as finite_amax
+from trace_compile.numerics import decode_blocks, guided_blocks, outer_scale, quantize_blocks, unpack_nibbles
 from trace_compile.runtime import Call
-from trace_compile.session import InputLog, Session
+from trace_compile.session import Session
 from trace_compile.state.trace import Guidance, Trace
 
 _FMT = "nvfp4"
@@ -73,11 +73,10 @@ def diagnose(
     outputs = session.engine.run(module, mode, call, args, kwargs)
     session.tracker.end(arguments, outputs)
     records = trace.lookup(tokens.keys, newest, staleness, valid=tokens.valid)
-    logged = None if trace.inputs is None else _logged(trace.inputs, tokens.keys)
     reports = []
     for index, site in enumerate(trace.layout.sites):
         x = call.emits["input"][site.region].float()
-        x_roll = None if logged is None else logged(site.region)
+        x_roll = None if trace.inputs is None else trace.inputs.find(tokens.keys, site.region)
         reports.append(_compare(session, site.region, x, x_roll, records, index))
     return tuple(reports)
 
@@ -127,18 +126,3 @@ def _share(mask: Tensor) -> float:
 
 def _value(codes: Tensor, scales: Tensor, outer: Tensor) -> Tensor:
     return decode_blocks(codes, scales, _FMT, torch.float32) * outer[:, None]
-
-
-def _logged(log: InputLog, keys: Tensor) -> Any:
-    """A function region -> raw rollout inputs [T, H] in the order of ``keys`` (zeros where none was logged)."""
-    known = torch.cat(log.keys) if log.keys else torch.empty(0, dtype=torch.int64)
-    order = torch.argsort(known, stable=True)
-    known = known[order]
-    at = torch.searchsorted(known, keys.cpu()).clamp(max=max(known.numel() - 1, 0))
-    found = known[at] == keys.cpu() if known.numel() else torch.zeros(keys.numel(), dtype=torch.bool)
-
-    def rows(region: str) -> Tensor:
-        values = torch.cat(log.values[region])[order]
-        return torch.where(found[:, None], values[at], 0).to(keys.device)
-
-    return rows

@@ -1,8 +1,8 @@
 """The object users hold: their own model with a compiled forward and the methods of the train/rollout loop.
 
 ``trace_compile(model)`` gives the model a subclass of its own class. Parameters, names, state dict, hooks,
-``isinstance`` and the optimizer's references stay what they were; only ``forward`` now runs the rewritten graph, and the
-methods below are there. A deep copy is compiled anew with the same options and scales; a pickle holds
+``isinstance`` and the optimizer's references stay what they were; only ``forward`` now runs the rewritten graph, and
+the methods below are there. A deep copy is compiled anew with the same options and scales; a pickle holds
 the plain model.
 """
 
@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from trace_compile.clone import subclass
 from trace_compile.diagnose import SiteReport, diagnose
 from trace_compile.errors import FingerprintMismatchError, GuidanceError
 from trace_compile.explain import Explanation
+from trace_compile.recipes import Recipe
 from trace_compile.rollout import RolloutModule, make_twin
-from trace_compile.session import InputLog, Recording, RecordKind, Session
+from trace_compile.session import Options, Recording, RecordKind, Session
+from trace_compile.state.inputs import InputLog
 from trace_compile.state.trace import DEFAULT_MAX_BYTES, Trace
 
 ATTRIBUTE = "_trace_compile"
@@ -49,7 +51,7 @@ class TraceCompiledModule(nn.Module):
         """A generation twin with packed experts, fitted to the current weights.
 
         Args:
-            copy: ``False`` shares every non-expert tensor with the trainer, so those follow each optimizer step at once.
+            copy: ``False`` shares all non-expert tensors with the trainer, so those follow each optimizer step at once.
                 ``True`` gives the twin its own, so that the whole policy stays what the last ``refit()`` made it.
         """
         return make_twin(session_of(self), self, copies=copy)  # type: ignore[return-value]
@@ -71,15 +73,15 @@ class TraceCompiledModule(nn.Module):
         session = session_of(self)
         if session.recording is not None:
             raise GuidanceError("a trace is being recorded already; close it before opening another")
+        replayed = session.recipe.guidance
         if record in ("bit", "code") and (session.recipe.rollout is None or session.recipe.rollout.act is None):
             raise GuidanceError(
                 f"record={record!r}: the rollout of recipe {session.recipe.name!r} quantizes no activations and has no "
                 "outcomes to record; use record='ranges'"
             )
-        kind: RecordKind = record or ("ranges" if session.recipe.guidance == "none" else session.recipe.guidance)  # type: ignore[assignment]
-        trace = Trace(
-            session.layout(kind), session.fingerprint, {"name": session.recipe.name, "record": kind}, max_bytes=max_bytes
-        )
+        kind: RecordKind = record or ("ranges" if replayed == "none" else replayed)  # type: ignore[assignment]
+        about = {"name": session.recipe.name, "record": kind}
+        trace = Trace(session.layout(kind), session.fingerprint, about, max_bytes=max_bytes)
         recording = Recording(trace, kind, inputs=InputLog() if inputs else None)
         session.recording = recording
         try:
@@ -98,14 +100,14 @@ class TraceCompiledModule(nn.Module):
         that recorded no outcomes.
         """
         session = session_of(self)
-        if trace is not None and session.recipe.guidance != "none":
+        if trace is not None:
             if trace.fingerprint != session.fingerprint:
                 raise FingerprintMismatchError(
-                    f"the trace has fingerprint {trace.fingerprint}, this model with recipe {session.recipe.name!r} has "
-                    f"{session.fingerprint}; use a trace recorded with this model's twin"
+                    f"the trace has fingerprint {trace.fingerprint}, this model with recipe {session.recipe.name!r} "
+                    f"has {session.fingerprint}; use a trace recorded with this model's twin"
                 )
             kinds = {site.kind for site in trace.layout.sites}
-            if kinds != {session.recipe.guidance}:
+            if session.recipe.guidance not in ("none", *kinds):
                 raise GuidanceError(
                     f"recipe {session.recipe.name!r} replays {session.recipe.guidance!r} records, the trace has "
                     f"{', '.join(sorted(kinds)) or 'ranges only'}; record with model.trace(record="
@@ -115,7 +117,7 @@ class TraceCompiledModule(nn.Module):
         return self
 
     def diagnose(self, trace: Trace, *args: Any, **kwargs: Any) -> tuple[SiteReport, ...]:
-        """Run one forward on the given inputs and compare each recorded site with ``trace``; see ``diagnose.diagnose``."""
+        """Run one forward on these inputs and compare each recorded site with ``trace``; see ``diagnose.diagnose``."""
         return diagnose(session_of(self), self, trace, args, kwargs)
 
     def export(self, path: str | os.PathLike[str], *, format: str = "compressed-tensors", **options: Any) -> Any:
@@ -139,8 +141,6 @@ class TraceCompiledModule(nn.Module):
         return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        from trace_compile.api import attach
-
         session = session_of(self)
         clone = attach(copy.deepcopy(self._plain(), memo), session.recipe, session.options)
         session_of(clone).inherit(session)
@@ -148,6 +148,14 @@ class TraceCompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_it_is, (self._plain(),)
+
+
+def attach(model: nn.Module, recipe: Recipe, options: Options) -> nn.Module:
+    """Give ``model`` the compiled class and a session of its own."""
+    cls = type(model)
+    object.__setattr__(model, ATTRIBUTE, Session(model, cls, recipe, options))
+    model.__class__ = subclass(cls, TraceCompiledModule)
+    return model
 
 
 def _as_it_is(model: nn.Module) -> nn.Module:

@@ -1,6 +1,6 @@
 """Recipes: which operands each graph quantizes, where activation scales come from, and what the trainer replays.
 
-A recipe is data. It names the scheme of the training graph, the scheme of the generation graph, the kind of guidance the
+A recipe is data. It names the scheme of the training graph, that of the generation graph, the kind of guidance the
 trainer replays from a rollout trace, and the source of the activations' outer scale once ranges have been traced.
 """
 
@@ -25,7 +25,7 @@ class Recipe:
         name: what users type.
         train: scheme of the training graph; ``None`` computes in the model's own dtype.
         rollout: scheme of the generation graph; ``None`` likewise.
-        guidance: what the trainer replays: ``"none"``, ``"bit"`` (mantissa bit and block scale), ``"code"`` (whole code).
+        guidance: what the trainer replays: ``"none"``, ``"bit"`` (mantissa bit, block scale), ``"code"`` (whole code).
         outer: outer scale of activations once ranges exist: ``"row"`` (each token's own) or ``"traced"``.
         about: one line for people.
     """
@@ -57,7 +57,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("w4a16", _W4A16, _W4A16, about="weights only, both graphs"),
         Recipe("qat", _W4A4, _W4A4, about="symmetric W4A4, each side its own scales and rounding"),
         Recipe("static", _W4A4, _W4A4, outer="traced", about="symmetric W4A4, outer scales from traced ranges"),
-        Recipe("trace", _W4A4, _W4A4, "bit", "traced", about="TRACE: W4A4, the rollout's scales and mantissa bits replayed"),
+        Recipe("trace", _W4A4, _W4A4, "bit", "traced", about="TRACE: the rollout's scales and mantissa bits replayed"),
         Recipe("trace_full", _W4A4, _W4A4, "code", "traced", about="TRACE with whole codes replayed"),
     )
 }

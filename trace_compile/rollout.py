@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trace_compile.passes.mode import Mode
 from trace_compile.clone import copy_tensors, own_tensors, share_tree, subclass
 from trace_compile.errors import GuidanceError, TraceCompileError
 from trace_compile.ops.weights import Packed
+from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import MoERegion
 from trace_compile.runtime import Call
 from trace_compile.session import Recording, Session
 from trace_compile.state.packed import PackedWeights
-from trace_compile.tokens import TokenTracker, Tokens
+from trace_compile.tokens import Tokens, TokenTracker
 
 ATTRIBUTE = "_trace_compile_twin"
 
@@ -155,7 +155,7 @@ class RolloutModule(nn.Module):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The class's own ``generate()``. Its private compilation of decoding is off: this forward is compiled already."""
+        """The class's own ``generate()``; its compilation of decoding is off, this forward is compiled already."""
         twin: Twin = self.__dict__[ATTRIBUTE]
         own = getattr(super(), "generate", None)
         if own is None:

@@ -1,4 +1,4 @@
-"""What a compiled graph needs at run time and cannot hold: packed weights, outer scales, guidance, and where records go.
+"""What a graph needs at run time and cannot hold: packed weights, outer scales, guidance, and where records go.
 
 A graph compiled by ``capture.Backend`` has inputs beyond the model's own (feeds) and outputs beyond the model's own
 (emits). ``GraphRuntime`` resolves the first and receives the second. There is one per module (the trainer, each twin);
@@ -98,7 +98,9 @@ class GraphRuntime:
         outer: the shared outer scales.
     """
 
-    def __init__(self, pack: Callable[[MoERegion, str, Tensor], Packed], outer: OuterScales, device: torch.device) -> None:
+    def __init__(
+        self, pack: Callable[[MoERegion, str, Tensor], Packed], outer: OuterScales, device: torch.device
+    ) -> None:
         self._pack = pack
         self._outer = outer
         self._device = device
@@ -135,6 +137,12 @@ class GraphRuntime:
         if self.call.guidance is None:
             raise GuidanceError("a guided graph ran without guidance; call model.guide(trace) first")
         return GuideRows.of(self.call.guidance)
+
+    def routing(self) -> Tensor:
+        guidance = self.call.guidance
+        if guidance is None:
+            raise GuidanceError("a graph that replays routing ran without a trace; call model.guide(trace) first")
+        return torch.cat([guidance.routing(i) for i in range(len(guidance.layout.routings))], dim=1)
 
     def emit(self, emits: Emits) -> None:
         self.call.emits = emits

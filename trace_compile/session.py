@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trace_compile.passes.mode import Mode
 from trace_compile.engine import Engine
 from trace_compile.errors import GuidanceError, NoMoERegionError
 from trace_compile.ops.weights import Packed
+from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import PROJECTIONS, MoERegion
 from trace_compile.recipes import Recipe
 from trace_compile.runtime import Call, GraphRuntime, OuterScales, SiteKey
+from trace_compile.state.inputs import InputLog
 from trace_compile.state.layout import RecordLayout, Routing, Site
 from trace_compile.state.packed import PackedWeights
 from trace_compile.state.ranges import Ranges
@@ -40,22 +41,10 @@ class Options:
     compiler: str = "eager"
     last: float = 0.5
     max_staleness: int = 3
+    replay_routing: bool = False
     recompute: bool = False
     disabled_passes: tuple[str, ...] = ()
     dump_dir: str | None = None
-
-
-@dataclass
-class InputLog:
-    """Raw float32 inputs of the recorded sites by token key, for measuring drift; never used in training."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def append(self, tokens_keys: Tensor, valid: Tensor, inputs: dict[str, Tensor]) -> None:
-        self.keys.append(tokens_keys[valid].cpu())
-        for region, x in inputs.items():
-            self.values.setdefault(region, []).append(x.detach()[valid].float().cpu())
 
 
 @dataclass
@@ -229,6 +218,7 @@ class Session:
             scheme=scheme,
             guidance="none" if guiding is None else self.recipe.guidance,  # type: ignore[arg-type]
             guided=None if guiding is None else frozenset(site.region for site in guiding.layout.sites),
+            replay=self.options.replay_routing and self.guiding is not None,
             train=True,
             recompute=self.options.recompute,
             strict=self.options.strict,
@@ -238,7 +228,7 @@ class Session:
         """The trainer's forward: guided wherever the guiding trace has a record, own rounding elsewhere."""
         trajectory_ids = kwargs.pop("trajectory_ids", None)
         mode = self.train_mode()
-        if mode.guidance == "none" or self.guiding is None:
+        if self.guiding is None or (mode.guidance == "none" and not mode.replay):
             outputs = self.engine.run(module, mode, Call(), args, kwargs)
         else:
             arguments = self.arguments(module, args, kwargs)

@@ -28,7 +28,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class _Cached:
-    """What one cache holds: the prefix state of its sequences, which of them have ended, and how many columns it has."""
+    """What one cache holds: the prefix state of its sequences, which of them have ended, how many columns it has."""
 
     state: PrefixState
     ended: Tensor

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from trace_compile.errors import GuidanceError
 from trace_compile.numerics import decode_exponent, pack_bits, unpack_nibbles
+from trace_compile.state.inputs import InputLog
 from trace_compile.state.layout import RecordLayout, Site, decode_routing
 from trace_compile.state.ranges import Ranges
 from trace_compile.state.runs import KEY_BYTES, Run, Stage, add_run, sort_unique
@@ -112,6 +113,7 @@ class Trace:
         self.max_bytes = max_bytes
         self.stage_bytes = stage_bytes
         self.counters = Counters()
+        self.inputs: InputLog | None = None
         self._runs: list[Run] = []
         self._stage: Stage | None = None
 
