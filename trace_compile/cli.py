@@ -54,18 +54,22 @@ def demo(
 ) -> None:
     """Train a small MoE policy with FP4 rollouts under several recipes, compare them, and export the result."""
     try:
-        from trace_compile.demo.run import run_demo
+        from trace_compile.demo.presets import get_preset
+        from trace_compile.demo.run import default_processes, run_demo
     except ModuleNotFoundError as error:
         raise TraceCompileError(
             f"the demo needs {error.name}; install it with: pip install 'trace-compile[rl]'"
         ) from error
+    chosen = get_preset("micro" if smoke else preset)
+    names = [name.strip() for name in arms.split(",") if name.strip()]
     run_demo(
-        "micro" if smoke else preset,
+        chosen,
         out,
         steps=steps,
         seeds=_integers(seeds),
-        arms=[name.strip() for name in arms.split(",") if name.strip()],
+        arms=names,
         from_scratch=from_scratch,
+        processes=default_processes(chosen, len(names)),
         console=Console(),
     )
 

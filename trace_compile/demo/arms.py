@@ -6,8 +6,11 @@ twin, trace, guide, refit, diagnose.
 
 from __future__ import annotations
 
+import random
 import time
+import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +18,35 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.api import trace_compile
+from trace_compile.demo.drift import InputProbe, Inputs
 from trace_compile.demo.grpo import GapStats, gap_stats, group_advantages, policy_loss
 from trace_compile.demo.presets import Preset
 from trace_compile.demo.rollouts import Rollouts, TrainBatch, sample, token_log_probs, train_batch
-from trace_compile.demo.task import Problem
+from trace_compile.demo.sft import supervised_batch
+from trace_compile.demo.task import PAD, Problem
 from trace_compile.recipes import Recipe, get_recipe
+from trace_compile.state.ranges import RangeWarning
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A batch of rollouts, what was recorded with it, and the trainer's optimizer step that its weights come from."""
+    """A batch of rollouts, what was recorded with it, and the trainer's optimizer step that its weights come from.
+
+    ``trace`` holds whole codes and raw inputs, to measure with; ``guidance`` what the recipe replays; ``inputs`` stands
+    in for the trace where nothing is quantized. ``seconds``: wall time of generating.
+    """
 
     rollouts: Rollouts
     trace: Any | None
     guidance: Any | None
+    inputs: Inputs | None
     version: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Means over the recorded sites; see ``diagnose.SiteReport``. None where the arm quantizes nothing."""
+    """Means over the recorded sites; see ``diagnose.SiteReport``. Where the arm quantizes nothing, drift alone."""
 
     mismatch_before: float | None = None
     mismatch_after: float | None = None
@@ -81,11 +92,25 @@ class Arm:
         self.updates = 0
         self._fitted = 0
         self._optimizer: MasterAdamW | None = None
+        self._probe = None if self.quantizes else InputProbe(preset)
+        if self.recipe.outer == "traced":
+            self._calibrate()
 
     @property
     def quantizes(self) -> bool:
         """Whether the rollout quantizes activations, so that there are outcomes to compare."""
         return self.recipe.rollout is not None and self.recipe.rollout.act is not None
+
+    def _calibrate(self) -> None:
+        """Trace ranges of worked-out solutions, so that outer scales are traced ones from the first rollout on."""
+        ids, _ = supervised_batch(self.preset.task, 0, 0, self.preset.sft.batch, random.Random(0))
+        ids = ids.to(self.preset.device)
+        with self.model.trace(record="ranges"):
+            self.twin(input_ids=ids, attention_mask=(ids != PAD).long(), use_cache=False)
+        with warnings.catch_warnings():
+            # A few of these small experts see no token of this batch; they take their layer's scale.
+            warnings.simplefilter("ignore", RangeWarning)
+            self.twin.refit()
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Back to ``weights`` on both sides, with a fresh optimizer; what is compiled stays."""
@@ -110,24 +135,27 @@ class Arm:
         """
         torch.manual_seed(seed)
         start = time.perf_counter()
-        # Whole codes and raw inputs are kept to measure with; training replays no more than the recipe's own record.
-        with self.model.trace(record="code" if self.quantizes else "ranges", inputs=True) as trace:
+        recording: Any = self.model.trace(record="code", inputs=True) if self.quantizes else nullcontext()
+        with recording as trace:
             rollouts = sample(self.twin, self.preset.task, problems, self.preset.device, forced=forced)
-        guidance = None
-        if self.recipe.guidance != "none":
-            guidance = trace.compact() if self.recipe.guidance == "bit" else trace
-        return Generated(rollouts, trace, guidance, self._fitted, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        inputs = None if self._probe is None else self._probe.decoded(self.twin.state_dict(), problems, rollouts)
+        guidance = trace.compact() if self.recipe.guidance == "bit" else trace
+        guidance = None if self.recipe.guidance == "none" else guidance
+        return Generated(rollouts, trace, guidance, inputs, self._fitted, seconds)
 
     def batches(self, generated: Generated, advantages: Tensor, shuffle: torch.Generator) -> list[TrainBatch]:
         """The rollouts in shuffled micro-batches."""
         rows = torch.randperm(len(advantages), generator=shuffle).to(self.preset.device)
         return [train_batch(generated.rollouts, advantages, part) for part in rows.chunk(self.preset.rl.microbatches)]
 
-    @torch.no_grad()
     def score(self, generated: Generated, batches: list[TrainBatch]) -> list[Tensor]:
-        """The trainer's log-probabilities of the rollouts' tokens, f32 ``[b, L]`` per micro-batch, guided if it is."""
+        """The trainer's log-probabilities of the rollouts' tokens, f32 ``[b, L]`` per micro-batch, guided if it is.
+
+        Runs with gradients on and drops them: the graph is then the one that the update compiles anyway.
+        """
         self.model.guide(generated.guidance)
-        return [token_log_probs(self.model, batch) for batch in batches]
+        return [token_log_probs(self.model, batch).detach() for batch in batches]
 
     def step(self, generated: Generated, shuffle: torch.Generator) -> tuple[GapStats, Alignment]:
         """One GRPO step on ``generated``; returns how the trainer before the step compares with the rollout."""
@@ -154,8 +182,9 @@ class Arm:
 
     def align(self, generated: Generated, batches: list[TrainBatch]) -> Alignment:
         """How far the trainer's operands are from the recorded ones, with the guidance of ``generated`` in force."""
-        if not self.quantizes:
-            return Alignment()
+        if self._probe is not None and generated.inputs is not None:
+            drift = self._probe.drift(self.model.state_dict(), generated.rollouts, generated.inputs)
+            return Alignment(drift=drift)
         self.model.guide(generated.guidance)
         reports = [
             report

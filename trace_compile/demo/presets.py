@@ -90,6 +90,7 @@ class Preset:
     """Everything that a run depends on apart from its seeds.
 
     ``sweep``: optimizer steps between rollout and trainer at which the controlled sweep scores its tokens.
+    ``held_out``: problems on which the rollout is evaluated before and after training.
     ``warm_start``: a checkpoint of this shape is committed, so supervision is skipped unless asked for.
     """
 
@@ -101,6 +102,7 @@ class Preset:
     sft: Supervision
     rl: Reinforcement
     sweep: tuple[int, ...]
+    held_out: int
     warm_start: bool
 
     @property
@@ -119,8 +121,9 @@ PRESETS = {
             task=ChainSums(terms=(3, 4), digits=(1, 2)),
             shape=ModelShape(layers=6, hidden=96, experts=16, top_k=4, width=48),
             sft=Supervision(steps=700, batch=64, learning_rate=2e-3),
-            rl=Reinforcement(steps=32, groups=8, group_size=8, microbatches=2, learning_rate=3e-5),
+            rl=Reinforcement(steps=32, groups=16, group_size=8, microbatches=2, learning_rate=1e-5),
             sweep=(0, 1, 2, 4, 8),
+            held_out=256,
             warm_start=True,
         ),
         Preset(
@@ -132,6 +135,7 @@ PRESETS = {
             sft=Supervision(steps=900, batch=256, learning_rate=6e-4),
             rl=Reinforcement(steps=60, groups=32, group_size=8, microbatches=2, learning_rate=1e-5),
             sweep=(0, 1, 2, 4, 8, 16),
+            held_out=1024,
             warm_start=False,
         ),
         Preset(
@@ -143,6 +147,7 @@ PRESETS = {
             sft=Supervision(steps=4, batch=8, learning_rate=2e-3),
             rl=Reinforcement(steps=2, groups=2, group_size=2, microbatches=2, learning_rate=1e-4),
             sweep=(0, 1),
+            held_out=4,
             warm_start=False,
         ),
     )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from trace_compile.demo.result import ArmResult, DemoResult
 
 _COLOURS = {"bf16": "tab:gray", "naive": "tab:red", "qat": "tab:orange", "trace": "tab:blue"}
-_LAST = 8  # steps that the table's last-reward column averages
 
 
 def print_tables(result: DemoResult, console: Console) -> None:
@@ -52,47 +52,47 @@ def write_plots(result: DemoResult, out: Path) -> list[Path]:
 
 
 def _arms_table(result: DemoResult) -> Table:
-    title = f"RL, mean over steps and {len(result.arms[0].seeds)} seed(s); gap = log pi_train - log pi_rollout"
-    table = Table(title=title, title_justify="left")
-    for heading in ("arm", "reward first", "last", "max |gap|", "mean |gap|", "drift", "mismatch", "guided"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for heading in ("guidance B/token", "hit rate", "s/step"):
-        table.add_column(heading, justify="right")
+    table = _table(
+        f"RL: means over {result.steps} steps and {len(result.arms[0].seeds)} seed(s), largest for max |gap|"
+    )
+    headings = ("arm", "reward", "held out", "mean\n|gap|", "max\n|gap|", "drift", "mismatch", "as used", "B/token")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for arm in result.arms:
         table.add_row(
             arm.name,
-            _number(_mean(arm.reward[:_LAST]), ".3f"),
-            _number(_mean(arm.reward[-_LAST:]), ".3f"),
-            _number(max((v for v in arm.gap_max if v is not None), default=None), ".3f"),
+            _number(_mean(arm.reward), ".3f"),
+            "→".join(f"{reward:.3f}" for reward in arm.held_out_reward),
             _number(_mean(arm.gap_mean), ".4f"),
-            _number(arm.drift, ".2%"),
-            _number(_mean(arm.mismatch_before), ".2%"),
-            _number(_mean(arm.mismatch_after), ".2%"),
+            _number(max((v for v in arm.gap_max if v is not None), default=None), ".2f"),
+            _number(arm.drift, ".1%"),
+            _number(_mean(arm.mismatch_before), ".1%"),
+            _number(_mean(arm.mismatch_after), ".1%"),
             _number(arm.guidance_bytes_per_token, ".0f"),
-            _number(arm.guidance_hit_rate, ".3f"),
-            _number(arm.seconds / (result.steps * len(arm.seeds)), ".2f"),
         )
     return table
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+
+
 def _sweep_table(result: DemoResult) -> Table:
-    table = Table(
-        title="Same tokens, trainer some optimizer steps ahead: mean |gap| (measured drift)", title_justify="left"
-    )
+    table = _table("Sweep: mean |gap| (drift) on the same tokens, the trainer some optimizer steps ahead")
     steps = sorted({point.steps for point in result.sweep})
     table.add_column("arm")
     for step in steps:
-        table.add_column(f"{step} steps", justify="right")
+        table.add_column(f"{step} steps", justify="right", no_wrap=True)
     for arm in result.arms:
         points = {point.steps: point for point in result.sweep if point.arm == arm.name}
-        cells = [f"{points[s].gap_mean:.4f} ({_number(points[s].drift, '.2%')})" if s in points else "" for s in steps]
+        cells = [f"{points[s].gap_mean:.4f} ({_number(points[s].drift, '.1%')})" if s in points else "" for s in steps]
         table.add_row(arm.name, *cells)
     return table
 
 
 def _export_table(result: DemoResult) -> Table:
-    table = Table(title="Exported rollout, reloaded by transformers", title_justify="left")
-    for heading in ("format", "KiB", "logits against", "max error", "relative", "same top token"):
+    table = _table("Export: logits of the reloaded checkpoint against a rollout of the same weights")
+    for heading in ("format", "KiB", "logits against", "max error", "relative", "same top"):
         table.add_column(heading, justify="left" if heading in ("format", "logits against") else "right")
     for check in result.exports:
         table.add_row(

@@ -23,7 +23,8 @@ class StepRecord:
 
     Attributes:
         reward: mean reward of the batch, in [0, 1].
-        gap_max, gap_mean: largest and mean absolute gap. k3: mean of ``rho - log rho - 1`` with ``rho = exp(gap)``.
+        gap_max, gap_mean: largest and mean absolute gap. k1: mean of ``-gap``. k3: mean of
+            ``rho - log rho - 1`` with ``rho = exp(gap)``.
         entropy: mean of ``-log pi_rollout`` on the sampled tokens.
         staleness: optimizer steps between the rollout's weights and the trainer's.
         clip_fraction: share of response tokens whose importance weight was truncated.
@@ -38,6 +39,7 @@ class StepRecord:
     reward: float
     gap_max: float
     gap_mean: float
+    k1: float
     k3: float
     entropy: float
     staleness: int
@@ -58,7 +60,8 @@ class ArmResult:
     """One arm. Per-step lists aggregate the seeds: the largest for ``gap_max``, the mean for all others.
 
     ``runs`` holds each seed's own per-step lists under the names of ``StepRecord``. ``drift`` is the mean over steps of
-    the measured drift. ``compile_seconds`` is the wall time of the first rollout and the first update, which compile.
+    the measured drift. ``held_out_reward``: the rollout's mean reward on problems that are never trained on, before and
+    after. ``seconds``: wall time of the arm, compilation and measurements included.
     """
 
     name: str
@@ -71,6 +74,7 @@ class ArmResult:
     guidance_bytes_per_token: float | None
     guidance_hit_rate: float | None
     drift: float | None
+    held_out_reward: list[float]
     seconds: float
     runs: list[dict[str, list[float | None]]]
 
@@ -134,8 +138,10 @@ class DemoResult:
         temporary.replace(path)
 
 
-def combine(name: str, runs: dict[int, list[StepRecord]], seconds: float) -> ArmResult:
-    """Aggregate the runs of one arm, keyed by seed and of equal length, into its result."""
+def combine(
+    name: str, runs: dict[int, list[StepRecord]], held_out: list[tuple[float, float]], seconds: float
+) -> ArmResult:
+    """Aggregate the runs of one arm, keyed by seed and of equal length; ``held_out``: rewards before and after each."""
     columns = {
         seed: {f.name: [getattr(r, f.name) for r in run] for f in fields(StepRecord)} for seed, run in runs.items()
     }
@@ -160,6 +166,7 @@ def combine(name: str, runs: dict[int, list[StepRecord]], seconds: float) -> Arm
         guidance_bytes_per_token=overall("guidance_bytes_per_token"),
         guidance_hit_rate=overall("hit_rate"),
         drift=overall("drift"),
+        held_out_reward=[sum(rewards) / len(rewards) for rewards in zip(*held_out)],
         seconds=seconds,
         runs=[{"seed": [seed], **columns[seed]} for seed in runs],
     )

@@ -1,0 +1,101 @@
+"""GRPO's arithmetic against loops over Python floats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trace_compile.demo.grpo import gap_stats, group_advantages, importance_weights, policy_loss
+
+REWARDS = st.lists(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
+
+
+@given(REWARDS)
+def test_advantages_are_normalised_within_each_group(groups: list[list[float]]) -> None:
+    flat = torch.tensor([reward for group in groups for reward in group])
+    found = group_advantages(flat, 4).tolist()
+    for index, group in enumerate(groups):
+        mean, std = statistics.fmean(group), statistics.pstdev(group)
+        expected = [(reward - mean) / (std + 1e-4) for reward in group]
+        assert found[4 * index : 4 * index + 4] == pytest.approx(expected, abs=2e-3)
+
+
+def test_equal_rewards_teach_nothing() -> None:
+    assert group_advantages(torch.full((8,), 0.3), 4).abs().max() < 1e-3
+
+
+def _case() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(3, 5, generator=generator)
+    old = rollout + torch.randn(3, 5, generator=generator)
+    new = old + 0.5 * torch.randn(3, 5, generator=generator)
+    advantages = torch.tensor([1.5, -0.7, 0.0])
+    mask = torch.rand(3, 5, generator=generator) < 0.7
+    return new, old, rollout, advantages, mask
+
+
+def _reference(new: float, old: float, rollout: float, advantage: float, clip: float, truncate: float) -> float:
+    weight = min(math.exp(min(max(old - rollout, -20.0), 20.0)), truncate)
+    ratio = math.exp(min(max(new - old, -20.0), 20.0))
+    clipped = min(max(ratio, 1 - clip), 1 + clip)
+    return -weight * min(ratio * advantage, clipped * advantage)
+
+
+@pytest.mark.parametrize("truncate", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("clip", [0.1, 0.2])
+def test_policy_loss_is_the_written_formula(clip: float, truncate: float) -> None:
+    new, old, rollout, advantages, mask = _case()
+    loss = policy_loss(new, old, rollout, advantages, mask, clip=clip, truncate=truncate)
+    expected = sum(
+        _reference(float(new[i, j]), float(old[i, j]), float(rollout[i, j]), float(advantages[i]), clip, truncate)
+        for i in range(3)
+        for j in range(5)
+        if mask[i, j]
+    )
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradient_at_the_old_policy_is_reinforce_with_truncated_weights() -> None:
+    _, old, rollout, advantages, mask = _case()
+    new = old.clone().requires_grad_()
+    policy_loss(new, old, rollout, advantages, mask, clip=0.2, truncate=2.0).backward()
+    weights = importance_weights(old, rollout, 2.0)
+    assert torch.equal(new.grad, torch.where(mask, -weights * advantages[:, None], 0.0))
+
+
+def test_importance_weights_carry_no_gradient_and_survive_broken_tokens() -> None:
+    old = torch.tensor([-1.0, -3.0, -1e4, 0.0], requires_grad=True)
+    rollout = torch.tensor([-2.0, -1.0, 0.0, -1e4])
+    weights = importance_weights(old, rollout, 2.0)
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx([2.0, math.exp(-2), math.exp(-20), 2.0])
+
+
+def test_clipping_stops_the_gradient_only_where_the_step_went_too_far() -> None:
+    old = torch.zeros(1, 4)
+    new = torch.tensor([[0.5, -0.5, 0.5, -0.5]], requires_grad=True)
+    for advantage, moving in ((1.0, [0, 1, 0, 1]), (-1.0, [1, 0, 1, 0])):
+        new.grad = None
+        mask = torch.ones(1, 4, dtype=torch.bool)
+        policy_loss(new, old, old, torch.tensor([advantage]), mask, clip=0.2, truncate=5.0).backward()
+        assert (new.grad != 0).int().tolist() == [moving]
+
+
+@given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=20))
+def test_gap_statistics_are_their_definitions(gaps: list[float]) -> None:
+    stats = gap_stats(torch.tensor(gaps), truncate=5.0)
+    assert stats.mean == pytest.approx(statistics.fmean(map(abs, gaps)))
+    assert stats.max == max(map(abs, gaps))
+    assert stats.k1 == pytest.approx(-statistics.fmean(gaps), abs=1e-12)
+    assert stats.k3 == pytest.approx(statistics.fmean(math.exp(g) - g - 1 for g in gaps), abs=1e-12)
+    assert stats.clip_fraction == pytest.approx(statistics.fmean(math.exp(g) > 5.0 for g in gaps))
+
+
+def test_k3_is_exact_for_tiny_gaps_and_finite_for_huge_ones() -> None:
+    assert gap_stats(torch.full((4,), 1e-6), 5.0).k3 == pytest.approx(5e-13, rel=1e-3)
+    assert math.isfinite(gap_stats(torch.tensor([1e4]), 5.0).k3)
