@@ -75,7 +75,8 @@ def install_torch(gpu: bool) -> Path | None:
         cpu_build = torch + "+cpu"
         if pip_install("-c", str(every), cpu_build):
             return every
-        if pip_install("-c", str(every), "--extra-index-url", PYTORCH_CPU_INDEX, cpu_build):
+        # Few retries: where that index cannot be reached, the default build is the way on.
+        if pip_install("-c", str(every), "--retries", "1", "--extra-index-url", PYTORCH_CPU_INDEX, cpu_build):
             return every
     without_triton = VENV / "constraints-cuda.txt"
     lines = [line for line in every.read_text().splitlines() if not line.startswith("triton==")]
