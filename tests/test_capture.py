@@ -357,11 +357,11 @@ def test_the_backend_may_be_called_twice_with_one_graph() -> None:
 
 def test_many_models_in_one_process() -> None:
     x = torch.randn(4, H)
-    models = [(chain(blocks=1 + i % 2), Mode(scheme=None if i % 2 else W4A4_ROW)) for i in range(6)]
+    models = [(chain(blocks=1 + i % 2), Mode(scheme=None if i % 2 else W4A4_ROW)) for i in range(4)]
     compiled = [Compiled(module, mode) for module, mode in models]
     with torch.no_grad():
         outputs = [c(x) for c in compiled]
-    assert [c.backend.compile_count for c in compiled] == [1] * 6
+    assert [c.backend.compile_count for c in compiled] == [1] * 4
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
 
 

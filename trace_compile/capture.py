@@ -150,8 +150,8 @@ class Backend:
 def _compile(gm: GraphModule, inputs: list[Any], compiler: str) -> Callable[..., Any]:
     if compiler == "eager":
         return gm.forward
-    # Fused elementwise chains keep bfloat16 values in float32 unless told to round where the model rounds: the quantizers
-    # of two graphs, or of a compiled and an eager one, would then see different bits.
+    # Fused elementwise chains keep bfloat16 values in float32 unless told to round where the model rounds: the
+    # quantizers of two graphs, or of a compiled and an eager one, would then see different bits.
     with torch._inductor.config.patch(emulate_precision_casts=True):
         return torch._dynamo.lookup_backend(compiler)(gm, inputs)  # type: ignore[return-value]
 
@@ -289,16 +289,16 @@ def _explain(broken: Exception) -> str:
         file, line, function, code = frames[-1]
         where = f"{file}:{line}, in {function}: {code.strip()}"
     reason = text.strip().splitlines()[0]
-    return (
-        f"the model cannot be captured as one graph: {reason} at {where}. Experts that loop over data (transformers: "
-        "experts_implementation='eager') break the graph; use 'grouped_mm'"
-    )
+    hint = ""
+    if any(word in text.lower() for word in ("data-dependent", "data dependent", "nonzero", "dynamic shape")):
+        hint = ". Experts that loop over data (transformers: experts_implementation='eager') break it; use 'grouped_mm'"
+    return f"the model cannot be captured as one graph: {reason} at {where}{hint}"
 
 
 # --- torch.compile(backend="trace_compile") ---------------------------------------------------------------------------
 
 
-class _PackOnUse:
+class PackOnUse:
     """The runtime of plain ``torch.compile``: packs a parameter when it changed since it was last used."""
 
     _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -346,7 +346,7 @@ def trace_compile_backend(
             f"no option {unknown[0]!r}; options: scheme, strict, compiler, dump_dir, disabled_passes"
         )
     chosen.setdefault("compiler", "inductor" if _on_accelerator(example_inputs) else "eager")
-    return Backend(mode, _PackOnUse(scheme or W4A4_ROW), **chosen)(gm, example_inputs)
+    return Backend(mode, PackOnUse(scheme or W4A4_ROW), **chosen)(gm, example_inputs)
 
 
 def _on_accelerator(inputs: list[Any]) -> bool:
