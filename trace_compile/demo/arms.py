@@ -87,7 +87,7 @@ class Arm:
         self.name = name
         self.recipe: Recipe = get_recipe(name)
         self.preset = preset
-        self.model = trace_compile(model, recipe=self.recipe)
+        self.model = trace_compile(model, recipe=self.recipe, compiler=preset.compiler)
         self.twin = self.model.rollout(copy=True)
         self.updates = 0
         self._fitted = 0

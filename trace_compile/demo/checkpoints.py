@@ -36,7 +36,7 @@ def check_exports(arm: Arm, problems: list[Problem], out: Path) -> list[ExportCh
     real = rollouts.attention.bool()
     weights_only: Any = sft.build_model(arm.preset, 0)
     weights_only.to(arm.preset.dtype).load_state_dict(arm.model.state_dict())
-    twin = trace_compile(weights_only, recipe="w4a16").rollout()
+    twin = trace_compile(weights_only, recipe="w4a16", compiler=arm.preset.compiler).rollout()
     references = {"w4a16 rollout": twin(**inputs).logits[real], f"{arm.name} rollout": arm.twin(**inputs).logits[real]}
     checks = []
     for format in FORMATS:

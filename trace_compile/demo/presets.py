@@ -92,6 +92,7 @@ class Preset:
     ``sweep``: optimizer steps between rollout and trainer at which the controlled sweep scores its tokens.
     ``held_out``: problems on which the rollout is evaluated before and after training.
     ``warm_start``: a checkpoint of this shape is committed, so supervision is skipped unless asked for.
+    ``compiler``: what runs the rewritten graphs; Inductor's minute per graph is more than runs this short earn back.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Preset:
     sweep: tuple[int, ...]
     held_out: int
     warm_start: bool
+    compiler: str = "eager"
 
     @property
     def positions(self) -> int:
@@ -133,7 +135,7 @@ PRESETS = {
             task=ChainSums(terms=(4, 6), digits=(1, 2)),
             shape=ModelShape(layers=12, hidden=256, experts=32, top_k=4, width=128),
             sft=Supervision(steps=900, batch=256, learning_rate=6e-4),
-            rl=Reinforcement(steps=60, groups=32, group_size=8, microbatches=2, learning_rate=1e-5),
+            rl=Reinforcement(steps=40, groups=32, group_size=8, microbatches=2, learning_rate=1e-5),
             sweep=(0, 1, 2, 4, 8, 16),
             held_out=1024,
             warm_start=False,
