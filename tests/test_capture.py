@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.passes.blocks import E, Grouped, H, K, capture
 from tests.passes.test_match import transformers_block
@@ -63,17 +64,34 @@ class RuntimeForTests:
         self.emitted.append(emits)
 
 
-class Chain(nn.Module):
-    """Blocks with residuals, under checkpoints or not."""
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective checkpointing: router products and the region's own op are kept, the rest is computed again."""
+    kept = op in (torch.ops.aten.mm.default, torch.ops.trace_compile.nvfp4_moe.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, blocks: int = 2, checkpointed: bool = False) -> None:
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "not reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, keep_products),
+    },
+}
+
+
+class Chain(nn.Module):
+    """Blocks with residuals, under checkpoints of a kind or not."""
+
+    def __init__(self, blocks: int = 2, checkpointed: bool | str = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Grouped() for _ in range(blocks)])
-        self.checkpointed = checkpointed
+        self.flags = CHECKPOINTS[checkpointed if isinstance(checkpointed, str) else "not reentrant"]
+        self.checkpointed = bool(checkpointed)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+            x = x + (checkpoint(block, x, **self.flags) if self.checkpointed else block(x))
         return x
 
 
@@ -129,11 +147,14 @@ def test_a_quantized_block_is_the_op_on_the_routers_choice() -> None:
     assert torch.equal(found, expected[Out.Y])
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_checkpointing_changes_neither_results_nor_gradients_nor_records(compiler: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "compiler"),
+    [*((kind, "eager") for kind in CHECKPOINTS), ("not reentrant", "aot_eager"), ("selective", "aot_eager")],
+)
+def test_checkpointing_changes_neither_results_nor_gradients_nor_records(kind: str, compiler: str) -> None:
     mode = Mode(scheme=W4A4_ROW, train=True, record="bit", routing=True)
     found = []
-    for checkpointed in (False, True):
+    for checkpointed in (False, kind):
         module = chain(checkpointed=checkpointed)
         compiled = Compiled(module, mode, compiler=compiler)
         torch.manual_seed(1)

@@ -5,9 +5,9 @@
     python tools/dump_graph.py gpt_oss --bisect
 
 Writes the graph before the first and after each pass with the changes between them, and prints the report: regions,
-what was left as it is and why, who runs each op. ``--bisect`` runs the graph after every pass instead and names the first
-pass behind which the logits differ from the captured graph's by more than ``--tolerance`` (relative root mean square;
-quantizing differs by some percent, so give a scheme its own tolerance).
+what was left as it is and why, who runs each op. ``--bisect`` runs the graph after every pass instead and names the
+first pass behind which the logits differ from the captured graph's by more than ``--tolerance`` (relative root mean
+square; quantizing differs by some percent, so give a scheme its own tolerance).
 """
 
 from __future__ import annotations

@@ -263,6 +263,16 @@ def _symbol_reader(symbol: Any, inputs: list[Any]) -> Callable[[tuple[Any, ...]]
 # --- capturing --------------------------------------------------------------------------------------------------------
 
 
+_DYNAMO_SETTINGS = {
+    name: True
+    for name in (
+        "specialize_float",  # floats of modules are constants, which an activation's literals have to be
+        "skip_fwd_side_effects_in_bwd_under_checkpoint",  # transformers collects router logits inside checkpoints
+    )
+    if hasattr(torch._dynamo.config, name)
+}
+
+
 @contextmanager
 def capturing() -> Iterator[None]:
     """Calls of compiled models belong in here: floats of modules become constants, and errors get their names.
@@ -271,7 +281,7 @@ def capturing() -> Iterator[None]:
     as itself.
     """
     try:
-        with torch._dynamo.config.patch(specialize_float=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        with torch._dynamo.config.patch(_DYNAMO_SETTINGS):
             yield
     except torch._dynamo.exc.BackendCompilerFailed as failed:
         if isinstance(failed.inner_exception, TraceCompileError):
