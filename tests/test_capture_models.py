@@ -65,7 +65,7 @@ def test_quantized_training_with_records_is_equal_under_checkpointing() -> None:
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["training", "inference"])
 def test_few_compilations_over_many_lengths(train: bool) -> None:
     module = model(num_hidden_layers=1)
     runtime = RuntimeForTests(W4A4_ROW)

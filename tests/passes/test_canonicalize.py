@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ def names(gm: torch.fx.GraphModule) -> list[str]:
 
 GRAPHS: dict[str, Callable[[], Captured]] = {
     "grouped": captured_grouped,
-    "qwen3-grouped": lambda: capture(transformers_block("qwen3", "grouped_mm"), torch.randn(2, 5, H)),
-    "gpt_oss-batched": lambda: capture(transformers_block("gpt_oss", "batched_mm"), torch.randn(2, 5, H)),
+    "qwen3-grouped": cache(lambda: capture(transformers_block("qwen3", "grouped_mm"), torch.randn(2, 5, H))),
+    "gpt_oss-batched": cache(lambda: capture(transformers_block("gpt_oss", "batched_mm"), torch.randn(2, 5, H))),
 }
 
 

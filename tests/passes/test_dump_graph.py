@@ -21,7 +21,7 @@ def test_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "blamed"), [([], "none"), (["--scheme", W4A4], "quantize"), (["--tolerance", "-1"], "canonicalize")]
+    ("options", "blamed"), [(["--scheme", W4A4], "quantize"), (["--scheme", W4A4, "--tolerance", "9"], "none")]
 )
 def test_bisect(options: list[str], blamed: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["qwen3_moe", "--layers", "1", "--bisect", *options])
