@@ -123,7 +123,7 @@ PRESETS = {
             task=ChainSums(terms=(3, 4), digits=(1, 2)),
             shape=ModelShape(layers=6, hidden=96, experts=16, top_k=4, width=48),
             sft=Supervision(steps=700, batch=64, learning_rate=2e-3),
-            rl=Reinforcement(steps=32, groups=16, group_size=8, microbatches=2, learning_rate=1e-5),
+            rl=Reinforcement(steps=32, groups=8, group_size=8, microbatches=2, learning_rate=1e-5),
             sweep=(0, 1, 2, 4, 8),
             held_out=256,
             warm_start=True,
