@@ -8,6 +8,7 @@ operands and results of the calls in between, so a checkpoint's recomputation em
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,8 @@ class Feeds:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder" and node.meta.get("feed") == feed:
                 return node
-        name = "_".join(("feed", *(p.replace(".", "_") for p in (feed.kind, feed.region, feed.weight, feed.part) if p)))
+        parts = ("feed", feed.kind, feed.region, feed.weight, feed.part)
+        name = re.sub(r"\W", "_", "_".join(p for p in parts if p))  # regions are called "layers.0.experts" or "block#2"
         node = add_input(self.gm, name, fake(like).new_empty(shape, dtype=dtype))
         node.meta["feed"] = feed
         self.gm.meta["feeds"] = (*feeds, feed)

@@ -27,7 +27,7 @@ RATIOS = torch.tensor([0.1, 1.0, 10.0, 0.1, 1.0, 10.0, 0.1, 10.0])
 
 @dataclass
 class Trained:
-    """A w4a16 model after three optimizer steps, its twin, its exports by format, and plain eager code on the export."""
+    """A w4a16 model after three optimizer steps, its twin, its exports by format, and eager code on the export."""
 
     model: Any
     rollout: Any
