@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_capture import Compiled, RuntimeForTests, assert_equal
+from tests.backends import Compiled, RuntimeForTests, assert_equal
 from tests.tiny import VOCAB, qwen3
 from trace_compile.ops import W4A4_ROW
 from trace_compile.passes import Mode
