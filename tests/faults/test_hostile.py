@@ -188,6 +188,7 @@ def test_training_while_tracing_is_not_recorded(shared: tuple[Any, Any]) -> None
     assert trace.counters.hits > 0
 
 
+@pytest.mark.slow
 def test_train_and_eval_change_nothing(shared: tuple[Any, Any]) -> None:
     model, rollout = shared
     model.eval()
@@ -200,6 +201,7 @@ def test_train_and_eval_change_nothing(shared: tuple[Any, Any]) -> None:
     assert torch.equal(logits(rollout), first)
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class_do_not_meet(shared: tuple[Any, Any]) -> None:
     model, rollout = shared
     before, twins = logits(model), logits(rollout)

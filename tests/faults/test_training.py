@@ -64,6 +64,7 @@ def test_T06_recompute_repeats_no_bookkeeping_and_uses_the_same_scales(guided: t
     assert len(trace) == rows
 
 
+@pytest.mark.slow
 def test_T06_train_and_eval_between_forward_and_backward(guided: tuple[Any, Any]) -> None:
     model, trace = guided
     expected = step(model, trace, batch())
@@ -93,10 +94,8 @@ def test_Q03_ties_of_the_router_fall_alike_in_forward_and_recompute(guided: tupl
         expected = gradients(model, **tied)
         experts = expected["model.layers.0.mlp.experts.down_proj"].flatten(1).norm(dim=1)
         assert int((experts > 0).sum()) == 2  # one choice for all tokens
-        for reentrant in REENTRANT:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            assert_same(gradients(model, **tied), expected)
-            model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_same(gradients(model, **tied), expected)
     finally:
         model.gradient_checkpointing_disable()
         with torch.no_grad():
