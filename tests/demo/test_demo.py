@@ -37,7 +37,7 @@ def test_two_arms_two_steps(tmp_path: Path) -> None:
     assert trace.guidance_bytes_per_token == 32 * (1 + 8 / 16) / 8  # one of two layers
     assert [point.steps for point in result.sweep] == [0, 1, 0, 1]
     # Reloaded weights are the rollout's own; the bf16 and the packed checkpoint hold the same numbers.
-    weights_only = [check for check in result.exports if check.against == "w4a16 rollout"]
+    weights_only = [check for check in result.exports if check.against == "quantized weights"]
     assert {check.format for check in weights_only} == {"compressed-tensors", "bf16"}
     assert all(check.logits_relative_error < 1e-5 and check.top1_agreement == 1.0 for check in weights_only)
     for name in ("reward.png", "gap.png", "mismatch.png", "drift.png"):

@@ -44,7 +44,7 @@ def _result(*arms: ArmResult) -> DemoResult:
         seconds=3.0,
         arms=list(arms),
         sweep=[SweepPoint("trace", steps, 0.01 * steps, 0.02 * steps, 0.1, 0.0, 0.1, 0.0) for steps in (0, 1)],
-        exports=[ExportCheck("bf16", "w4a16 rollout", 1024, 0.0, 0.0, 1.0)],
+        exports=[ExportCheck("bf16", "quantized weights", 1024, 0.0, 0.0, 1.0)],
     )
 
 

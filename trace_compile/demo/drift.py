@@ -27,7 +27,7 @@ class InputProbe:
 
     def __init__(self, preset: Preset) -> None:
         self._preset = preset
-        model: Any = sft.build_model(preset, 0).to(preset.dtype)
+        model: Any = sft.build_model(preset, 0, preset.dtype)
         self._model, layers = model, model.model.layers
         self._seen: list[Inputs] = []
         for layer in layers[len(layers) - round(len(layers) / 2) :]:
@@ -47,8 +47,7 @@ class InputProbe:
     def drift(self, weights: Mapping[str, Tensor], rollouts: Rollouts, decoded: Inputs) -> float:
         """Mean over layers of ``||x - x_rollout|| / ||x_rollout||`` over real tokens, ``x`` by one full forward."""
         self._start(weights)
-        mask = rollouts.attention[:, :-1]
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        mask, positions = rollouts.attention[:, :-1], rollouts.positions[:, :-1]
         self._model(input_ids=rollouts.ids[:, :-1], attention_mask=mask, position_ids=positions, use_cache=False)
         real = mask.bool() & rollouts.attention[:, 1:].bool()  # a last token was never fed to the rollout
         pairs = [(x[real], y[real]) for x, y in zip(self._collect(len(mask)), decoded)]

@@ -68,7 +68,7 @@ def run_job(job: Job, notify: Notify) -> Outcome:
     begin = time.perf_counter()
     start: Start = torch.load(job.start, weights_only=False)
     preset = start.preset
-    arm = Arm(job.name, sft.build_model(preset, 0).to(preset.dtype), preset)
+    arm = Arm(job.name, sft.build_model(preset, 0, preset.dtype), preset)
     runs: dict[int, list[StepRecord]] = {}
     held_out: list[tuple[float, float]] = []
     for index, seed in enumerate(job.seeds):

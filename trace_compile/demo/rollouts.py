@@ -24,7 +24,8 @@ class Rollouts:
     Attributes:
         ids: i64 ``[B, P+R]``. attention: i64 ``[B, P+R]``, 1 on prompt and response tokens.
         prompt_length: P.
-        log_probs: f32 ``[B, R]``, the rollout's own log-probabilities of its samples at temperature 1.
+        logits: f32 ``[B, R, V]``, the rollout's own, from which each response token was sampled at temperature 1.
+        log_probs: f32 ``[B, R]``, their log-probabilities of the sampled tokens.
         sampled: bool ``[B, R]``, response tokens up to and including the full stop.
         rewards: f32 ``[B]`` in [0, 1].
     """
@@ -32,9 +33,15 @@ class Rollouts:
     ids: Tensor
     attention: Tensor
     prompt_length: int
+    logits: Tensor
     log_probs: Tensor
     sampled: Tensor
     rewards: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """Position ids i64 ``[B, P+R]``: those that generation gives to tokens after left padding."""
+        return (self.attention.cumsum(1) - 1).clamp(min=0)
 
     @property
     def entropy(self) -> float:
@@ -93,7 +100,7 @@ def sample(
     texts = [decode(row[keep].tolist()) for row, keep in zip(response.cpu(), sampled.cpu())]
     rewards = torch.tensor([task.reward(problem, text) for problem, text in zip(problems, texts)])
     attention = torch.cat([mask.to(device), sampled.long()], 1)
-    return Rollouts(output.sequences, attention, task.prompt_length, log_probs, sampled, rewards)
+    return Rollouts(output.sequences, attention, task.prompt_length, logits, log_probs, sampled, rewards)
 
 
 def train_batch(rollouts: Rollouts, advantages: Tensor, rows: Tensor) -> TrainBatch:

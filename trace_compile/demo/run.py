@@ -101,7 +101,7 @@ def default_processes(preset: Preset, arms: int) -> int:
 
 def _start(model: nn.Module, preset: Preset) -> Start:
     """What all arms have in common. The weights ahead come from unquantized supervised steps at the RL rate."""
-    model = copy.deepcopy(model).to(preset.dtype)
+    model = sft.cast(copy.deepcopy(model), preset.dtype)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(SWEEP_SEED)
     sampled = sample(model, preset.task, problems(preset, SWEEP_SEED, 0), preset.device)
@@ -118,7 +118,7 @@ def _start(model: nn.Module, preset: Preset) -> Start:
 
 def _run_jobs(jobs: list[Job], steps: int, processes: int, progress: Progress) -> list[Outcome]:
     """Run the jobs, ``processes`` at a time; results in the order of the jobs. The first error ends the others."""
-    bars = {job.name: progress.add_task(job.name, total=steps, note="") for job in jobs}
+    bars = {job.name: progress.add_task(job.name, total=steps, note="waiting") for job in jobs}
     if processes == 1:
         return [run_job(job, _Bar(progress, bars[job.name])) for job in jobs]
     context = multiprocessing.get_context("spawn")

@@ -40,14 +40,21 @@ class WarmStart:
     loss: float
 
 
-def build_model(preset: Preset, seed: int) -> nn.Module:
-    """A Qwen3-MoE of the preset's shape with random float32 weights drawn from ``seed``, on the preset's device."""
+def build_model(preset: Preset, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A Qwen3-MoE of the preset's shape with random weights drawn from ``seed``, on the preset's device."""
     from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = preset.shape.config(preset.positions)
     config._experts_implementation = "grouped_mm"
-    return Qwen3MoeForCausalLM(config).to(preset.device)
+    return cast(Qwen3MoeForCausalLM(config), dtype).to(preset.device)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` with its parameters, and nothing else, in ``dtype``: ``Module.to`` rounds rotary frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def supervised_loss(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
@@ -90,9 +97,9 @@ def supervised_batch(task: ChainSums, seed: int, step: int, batch: int, order: r
 
 
 def save(model: nn.Module, start: WarmStart, measured: dict[str, float], path: Path) -> None:
-    """Write bfloat16 weights in transformers' format, beside them the recipe and what an evaluation ``measured``."""
-    twin: Any = model.to(torch.bfloat16)
-    twin.save_pretrained(path)
+    """Write ``model`` in bfloat16 and transformers' format, and beside it the recipe and what was ``measured``."""
+    half: Any = cast(model, torch.bfloat16)
+    half.save_pretrained(path)
     (path / RECIPE).write_text(json.dumps({**asdict(start), **measured}, indent=1) + "\n")
 
 
