@@ -264,10 +264,11 @@ def _symbol_reader(symbol: Any, inputs: list[Any]) -> Callable[[tuple[Any, ...]]
 
 
 _DYNAMO_SETTINGS = {
-    name: True
-    for name in (
-        "specialize_float",  # floats of modules are constants, which an activation's literals have to be
-        "skip_fwd_side_effects_in_bwd_under_checkpoint",  # transformers collects router logits inside checkpoints
+    name: value
+    for name, value in (
+        ("specialize_float", True),  # floats of modules are constants, which an activation's literals have to be
+        ("skip_fwd_side_effects_in_bwd_under_checkpoint", True),  # transformers collects router logits in checkpoints
+        ("optimize_ddp", False),  # would cut the graph at DistributedDataParallel's buckets, through regions
     )
     if hasattr(torch._dynamo.config, name)
 }

@@ -8,8 +8,10 @@ weights).
 from __future__ import annotations
 
 import copy
-from collections.abc import Container
+import inspect
+from collections.abc import Container, Mapping
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,17 +26,31 @@ def subclass(cls: type[nn.Module], mixin: type) -> type[nn.Module]:
 
     @wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, made):  # a wrapper around this function (autocast) that a twin or a copy took over
+            return type(self).forward(self, *args, **kwargs)
         return mixin.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
+    # The signature without the function: accelerate unwraps models along __wrapped__ and would find the plain forward.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (mixin, cls), names | {"forward": forward})
+    made = type(cls.__name__, (mixin, cls), names | {"forward": forward})
+    return made
+
+
+def rebind(module: nn.Module, moved: Mapping[int, nn.Module]) -> None:
+    """Bind methods among ``module``'s own attributes (a ``forward`` wrapped by accelerate) to the copies of their
+    objects; ``moved`` maps the id of an object to its copy."""
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, MethodType) and id(value.__self__) in moved:
+            module.__dict__[name] = MethodType(value.__func__, moved[id(value.__self__)])
 
 
 def share_tree(module: nn.Module, cls: type | None = None) -> nn.Module:
     """A new module tree whose parameters and buffers are the same tensor objects as ``module``'s.
 
     Attributes other than parameters, buffers and submodules are copied by reference; attributes that point at a
-    submodule point at the clone's submodule. ``cls`` replaces the class of the root.
+    submodule, and methods bound to one, point at the clone's. ``cls`` replaces the class of the root.
     """
     memo: dict[int, nn.Module] = {}
     root = _share(module, memo)
@@ -42,6 +58,7 @@ def share_tree(module: nn.Module, cls: type | None = None) -> nn.Module:
         for name, value in list(new.__dict__.items()):
             if isinstance(value, nn.Module) and id(value) in memo and id(value) != old_id:
                 new.__dict__[name] = memo[id(value)]
+        rebind(new, memo)
     if cls is not None:
         root.__class__ = cls
     return root
@@ -79,6 +96,17 @@ def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
         for name, b in sub._buffers.items():
             if b is not None and dot + name not in skip:
                 sub._buffers[name] = copies.setdefault(id(b), b.detach().clone())
+
+
+def share_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Give ``target``, a tree of the same shape, the parameters and buffers that ``source`` has now.
+
+    ``load_state_dict(assign=True)`` replaces parameters, and moving a model to a device replaces its buffers.
+    """
+    for name, own in target.named_modules(remove_duplicate=False):
+        current = source.get_submodule(name)
+        own._parameters.update(current._parameters)
+        own._buffers.update(current._buffers)
 
 
 @torch.inference_mode(False)

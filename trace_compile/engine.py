@@ -52,6 +52,7 @@ class Engine:
     def run(self, module: nn.Module, mode: Mode, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` in ``mode``; what the graph emits is left in ``call.emits``."""
         entry, _ = self._entry(mode)
+        self.runtime.device = next((p.device for p in module.parameters()), self.runtime.device)
         with self.runtime.calling(call), capturing(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return entry(module, *args, **kwargs)
 

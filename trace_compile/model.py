@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from trace_compile.clone import subclass
+from trace_compile.clone import rebind, subclass
 from trace_compile.diagnose import SiteReport, diagnose
 from trace_compile.errors import FingerprintMismatchError, GuidanceError
 from trace_compile.explain import Explanation
@@ -138,6 +138,7 @@ class TraceCompiledModule(nn.Module):
         session = session_of(self)
         plain = session.cls.__new__(session.cls)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k != ATTRIBUTE})
+        rebind(plain, {id(self): plain})
         return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

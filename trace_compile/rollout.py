@@ -9,13 +9,15 @@ While a trace records, the twin's quantizers also hand out ranges, outcomes and 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trace_compile.clone import copy_tensors, own_tensors, share_tree, subclass
+from trace_compile.clone import copy_tensors, own_tensors, share_tensors, share_tree, subclass
 from trace_compile.errors import GuidanceError, TraceCompileError
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.mode import Mode
@@ -47,17 +49,21 @@ class Twin:
         self.engine = session.new_engine(self._packed)
         self.tracker = TokenTracker(_eos_ids(module))
         self.version = -1
-        scheme = session.recipe.rollout
-        if scheme is not None and scheme.weight is not None:
-            masters = self.masters()
-            for region in session.need_regions():
-                for which in ("w13", "w2"):
-                    expert, layout = region.weight(which)
-                    self.experts[expert.name] = self.packed.get(
-                        expert.name, masters[expert.name], layout, scheme.weight
-                    )
+        self._pack_anew()
         if copies:
             own_tensors(module, skip=self.experts)
+
+    def _pack_anew(self) -> None:
+        """Pack into new tensors, where the masters are."""
+        scheme, packed, masters = self.session.recipe.rollout, PackedWeights(), self.masters()
+        if scheme is None or scheme.weight is None:
+            return
+        experts: dict[str, Packed] = {}
+        for region in self.session.need_regions():
+            for which in ("w13", "w2"):
+                expert, layout = region.weight(which)
+                experts[expert.name] = packed.get(expert.name, masters[expert.name], layout, scheme.weight)
+        self.packed, self.experts = packed, experts
 
     def masters(self) -> dict[str, nn.Parameter]:
         return dict(self.source.named_parameters(remove_duplicate=False))
@@ -76,14 +82,18 @@ class Twin:
         ranges = session.ranges_to_adopt()
         if ranges is not None:
             session.scales_from(ranges)
-        if self.experts:
-            masters = self.masters()
+        masters = self.masters()
+        if any(packed.codes.device != masters[name].device for name, packed in self.experts.items()):
+            self._pack_anew()  # the model was moved
+        elif self.experts:
             # Forced: writes through ``param.data`` change no version counter, and a twin must not stay behind.
             self.packed.update_all({name: masters[name] for name in self.experts}, force=True)
         if ranges is not None:
             session.adopt_ranges(ranges)
         if self.copies:
             copy_tensors(self.source, module, skip=self.experts)
+        else:
+            share_tensors(self.source, module)
         session.version += 1
         self.version = session.version
         return self.version
@@ -155,21 +165,35 @@ class RolloutModule(nn.Module):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The class's own ``generate()``; its compilation of decoding is off, this forward is compiled already."""
+        """The class's own ``generate()``; its compilation of decoding is off, this forward is compiled already.
+
+        ``trajectory_ids``, int64 [B] or one per returned sequence, join the keys of what is recorded, as they do in
+        the forwards.
+        """
         twin: Twin = self.__dict__[ATTRIBUTE]
         own = getattr(super(), "generate", None)
         if own is None:
             raise GuidanceError(f"{twin.session.cls.__name__} has no generate(); call the twin's forward instead")
-        config = kwargs.get("generation_config")
+        if len(args) > 1:  # generate(inputs, generation_config, ...)
+            kwargs["generation_config"] = args[1]
+        config = copy.copy(kwargs.get("generation_config"))
         if config is None:
             kwargs.setdefault("disable_compile", True)
-        if twin.session.recording is not None and (kwargs.get("num_beams") or 1) > 1:
+        else:
+            config.disable_compile = True
+            kwargs["generation_config"] = config
+        if len(args) > 1:
+            args = (args[0], kwargs.pop("generation_config"), *args[2:])
+
+        def chosen(name: str) -> Any:
+            """A setting as generate() resolves it: the call's own, its configuration's, the model's."""
+            found = kwargs.get(name, getattr(config, name, None))
+            return getattr(getattr(self, "generation_config", None), name, None) if found is None else found
+
+        if twin.session.recording is not None and (chosen("num_beams") or 1) > 1:
             raise GuidanceError("beam search reorders caches, so its tokens cannot be named; record with sampling")
-        twin.tracker.prompt_mask = kwargs.get("attention_mask")
-        try:
+        with _watched(self, twin.tracker, kwargs.pop("trajectory_ids", None), _ids(chosen("eos_token_id"))):
             return own(*args, **kwargs)
-        finally:
-            twin.tracker.prompt_mask = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TraceCompileError(
@@ -195,9 +219,37 @@ def make_twin(session: Session, source: nn.Module, *, copies: bool) -> nn.Module
     return module
 
 
+@contextlib.contextmanager
+def _watched(
+    module: Any, tracker: TokenTracker, trajectory_ids: Tensor | None, eos_token_ids: tuple[int, ...]
+) -> Iterator[None]:
+    """Let ``tracker`` know what one ``generate()`` does not tell the forward: which ids end a sequence, trajectories,
+    and the 2-D mask, inferred and expanded, before it becomes a 4-D one."""
+    prepare = module.prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        tracker.generation_mask = kwargs.get("attention_mask")
+        return prepare(*args, **kwargs)
+
+    before, tracker.eos_token_ids, tracker.trajectory_ids = tracker.eos_token_ids, eos_token_ids, trajectory_ids
+    module.__dict__["prepare_inputs_for_generation"] = watched
+    try:
+        yield
+    finally:
+        del module.__dict__["prepare_inputs_for_generation"]
+        tracker.generation_mask = tracker.trajectory_ids = None
+        tracker.eos_token_ids = before
+
+
 def _eos_ids(module: nn.Module) -> tuple[int, ...]:
     config = getattr(module, "generation_config", None) or getattr(module, "config", None)
-    ids = getattr(config, "eos_token_id", None)
+    return _ids(getattr(config, "eos_token_id", None))
+
+
+def _ids(ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
+    if isinstance(ids, Tensor):
+        ids = ids.flatten().tolist()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

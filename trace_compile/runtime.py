@@ -31,7 +31,7 @@ class OuterScales:
 
     def __init__(self) -> None:
         self._values: dict[SiteKey, Tensor] = {}
-        self._stacked: dict[tuple[SiteKey, ...], Tensor] = {}
+        self._stacked: dict[tuple[tuple[SiteKey, ...], torch.device], Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -46,15 +46,16 @@ class OuterScales:
         """Adopt new scales (float32 scalars, powers of two) for every site at once."""
         self._values = {site: torch.as_tensor(g, dtype=torch.float32).reshape(()) for site, g in values.items()}
         with torch.inference_mode(False):
-            for sites, tensor in self._stacked.items():
+            for (sites, _), tensor in self._stacked.items():
                 tensor.copy_(torch.stack([self._values[s] for s in sites]))
 
     def stacked(self, sites: tuple[SiteKey, ...], device: torch.device) -> Tensor:
         """Float32 [len(sites)] on ``device``, at a stable address."""
-        if sites not in self._stacked:
+        key = (sites, device)
+        if key not in self._stacked:
             with torch.inference_mode(False):  # a rollout may ask first, and the trainer saves it for its backward
-                self._stacked[sites] = torch.stack([self._values[s] for s in sites]).to(device)
-        return self._stacked[sites]
+                self._stacked[key] = torch.stack([self._values[s] for s in sites]).to(device)
+        return self._stacked[key]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class GraphRuntime:
         pack: returns the packed form of an expert parameter; the trainer's refreshes it when the parameter changed, a
             twin's returns what the last refit stored.
         outer: the shared outer scales.
+        device: where the module is; the engine sets it anew at every call, since models are moved.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class GraphRuntime:
     ) -> None:
         self._pack = pack
         self._outer = outer
-        self._device = device
+        self.device = device
         self._call: Call | None = None
 
     @contextmanager
@@ -125,12 +127,12 @@ class GraphRuntime:
         return self._pack(region, which, param)
 
     def outer(self, sites: tuple[SiteKey, ...]) -> Tensor:
-        return self._outer.stacked(sites, self._device)
+        return self._outer.stacked(sites, self.device)
 
     def valid(self, tokens: int) -> Tensor:
         valid = self.call.valid
         if valid is None:
-            return torch.ones(tokens, dtype=torch.bool, device=self._device)
+            return torch.ones(tokens, dtype=torch.bool, device=self.device)
         return valid
 
     def guidance(self) -> GuideRows:

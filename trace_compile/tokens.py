@@ -40,13 +40,16 @@ class TokenTracker:
 
     Args:
         eos_token_ids: after one of these has been fed while decoding, a sequence counts as ended and what generation
-            feeds in its place (padding) is neither hashed nor recorded.
+            feeds in its place (padding) is neither hashed nor recorded. Several tokens at once (a prompt, the next turn
+            of a dialogue) are the caller's: they are told from padding by the mask alone, whatever they hold.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.eos_token_ids = eos_token_ids
-        self.prompt_mask: Tensor | None = None
-        """2-D mask of the prompt where the model itself is only given a prepared 4-D one (static caches)."""
+        self.generation_mask: Tensor | None = None
+        """2-D mask that ``generate()`` works with, where the model itself is only given a 4-D one (static caches)."""
+        self.trajectory_ids: Tensor | None = None
+        """Ids [B], or one per group of samples, for the calls of one ``generate()``."""
         self._caches: weakref.WeakKeyDictionary[Any, _Cached] = weakref.WeakKeyDictionary()
         self._pending: _Cached | None = None
 
@@ -73,17 +76,19 @@ class TokenTracker:
             )
         mask = arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-            mask = self.prompt_mask if before is None else None
+            mask = self.generation_mask
         state = None if before is None else before.state
-        if before is None:
+        if before is None or ids.shape[1] > 1:
             ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         else:
             ended = before.ended
             mask = (~ended)[:, None].expand(ids.shape) if mask is None else mask[:, -ids.shape[1] :] * ~ended[:, None]
+        if trajectory_ids is None and self.trajectory_ids is not None:
+            trajectory_ids = self.trajectory_ids.repeat_interleave(ids.shape[0] // self.trajectory_ids.shape[0], 0)
         # Positions tell packed sequences apart; while decoding they only repeat what the cache says.
         positions = arguments.get("position_ids") if cache is None else None
         keys, valid, state = prefix_keys(ids, mask, positions, trajectory_ids, start=state)
-        if before is not None and self.eos_token_ids:
+        if before is not None and ids.shape[1] == 1 and self.eos_token_ids:
             eos = torch.tensor(self.eos_token_ids, device=ids.device)
             ended = ended | torch.isin(ids, eos).any(1)
         self._pending = _Cached(state, ended, filled + ids.shape[1])
