@@ -26,8 +26,8 @@ class Explanation:
         regions: the rewritten expert regions, in graph order.
         unmatched: expert-shaped operations that were left alone, with node and reason.
         guided: names of the regions whose rollout outcome is replayed.
-        reports: one per compiled graph, with pass timings and lowering choices.
-        bits_per_weight: of the packed expert weights; 0 where the recipe packs none.
+        reports: one per compiled graph of the trainer, with pass timings and lowering choices. Graphs are compiled when
+            they are first needed: before the first forward there is only the one that found the regions.
     """
 
     recipe: str
