@@ -94,6 +94,7 @@ def test_a_refit_that_fails_changes_neither_weights_nor_scales() -> None:
     assert rollout.refit() == version + 1 and session.outer
 
 
+@pytest.mark.slow
 def test_refit_inside_a_trace_keeps_the_layout_and_starts_a_new_version() -> None:
     """Ranges of the trace before wait for a refit outside; weights do not."""
     model = trace_compile(qwen3(num_hidden_layers=1), recipe="trace")

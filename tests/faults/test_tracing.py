@@ -19,6 +19,7 @@ from trace_compile.state.ranges import RangeWarning
 TOKENS = {name: value for name, value in batch().items() if name != "labels"}
 
 
+@pytest.mark.slow
 def test_T02_ranges_are_equal_for_all_implementations() -> None:
     ranges = []
     for implementation in ("eager", "batched_mm", "grouped_mm"):

@@ -82,6 +82,7 @@ def test_T06_train_and_eval_between_forward_and_backward(guided: tuple[Any, Any]
     assert_same(found, {name: expected[name] for name in found})
 
 
+@pytest.mark.slow
 def test_Q03_ties_of_the_router_fall_alike_in_forward_and_recompute(guided: tuple[Any, Any]) -> None:
     """All experts tie for every token: another choice in the recomputation would give other gradients."""
     model, _ = guided

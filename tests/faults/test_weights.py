@@ -113,6 +113,7 @@ def test_N10_one_quantizer_for_training_generation_and_files(trained: Trained, f
         assert torch.equal(stored, twin.experts[name].dequantize())
 
 
+@pytest.mark.slow
 def test_N10_activations_are_those_of_the_quantizer() -> None:
     """The operands of the training graph and of the rollout are the same values on the same tokens."""
     model = trace_compile(qwen3(num_hidden_layers=1), recipe="qat")
