@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -46,9 +47,10 @@ def test_two_arms_two_steps(tmp_path: Path) -> None:
 
 
 def test_nothing_to_run_is_refused(tmp_path: Path) -> None:
-    for arguments in ({"steps": 0}, {"seeds": []}, {"arms": []}):
+    nothing: list[dict[str, Any]] = [{"steps": 0}, {"seeds": []}, {"arms": []}]
+    for arguments in nothing:
         with pytest.raises(TraceCompileError, match="nothing to run"):
-            run_demo("micro", tmp_path / "out", **arguments)  # type: ignore[arg-type]
+            run_demo("micro", tmp_path / "out", **arguments)
     with pytest.raises(UnknownRecipeError, match="fp2"):
         run_demo("micro", tmp_path / "out", arms=["fp2"])
     assert not (tmp_path / "out").exists()

@@ -65,6 +65,7 @@ def test_gradient_at_the_old_policy_is_reinforce_with_truncated_weights() -> Non
     new = old.clone().requires_grad_()
     policy_loss(new, old, rollout, advantages, mask, clip=0.2, truncate=2.0).backward()
     weights = importance_weights(old, rollout, 2.0)
+    assert new.grad is not None
     assert torch.equal(new.grad, torch.where(mask, -weights * advantages[:, None], 0.0))
 
 
@@ -83,7 +84,7 @@ def test_clipping_stops_the_gradient_only_where_the_step_went_too_far() -> None:
         new.grad = None
         mask = torch.ones(1, 4, dtype=torch.bool)
         policy_loss(new, old, old, torch.tensor([advantage]), mask, clip=0.2, truncate=5.0).backward()
-        assert (new.grad != 0).int().tolist() == [moving]
+        assert new.grad is not None and new.grad.ne(0).int().tolist() == [moving]
 
 
 @given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=20))

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ STEP = StepRecord(
 )
 
 
-def _arm(name: str = "trace", **fields: float) -> ArmResult:
+def _arm(name: str = "trace", **fields: Any) -> ArmResult:
     return combine(name, {0: [replace(STEP, **fields)] * 2}, [(0.3, 0.4)], 2.0)
 
 

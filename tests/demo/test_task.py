@@ -41,7 +41,7 @@ def test_every_order_of_terms_is_a_solution_by_reasoning_gyms_own_scorer(start: 
 
 def test_a_solution_writes_out_every_running_value() -> None:
     for problem in TASK.problems("sft", 3, 0, 50):
-        total, terms = 0, []
+        total, terms = 0, list[int]()
         for step in problem.solution(random.Random(1)).removesuffix(".").split("="):
             value, term = re.fullmatch(r"(-?\d+)([+-]\d+)?", step).groups()  # type: ignore[union-attr]
             terms += [int(value)] if not terms else []

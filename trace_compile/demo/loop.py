@@ -34,7 +34,8 @@ SWEEP_SEED = 1 << 16
 class Start:
     """What all arms have in common: the preset, the first weights, and what the sweep needs.
 
-    ``ahead``: weights after so many optimizer steps. ``responses``: i64 ``[B, R]`` to the sweep's problems.
+    ``ahead``: the sweep's weights by number of optimizer steps after its first ones, which are under 0. ``responses``:
+    i64 ``[B, R]`` to the sweep's problems.
     """
 
     preset: Preset
@@ -138,7 +139,7 @@ def _held_out(arm: Arm) -> float:
 
 def _sweep(arm: Arm, start: Start) -> list[SweepPoint]:
     """Score the same tokens with the trainer at each of the weights ahead, while the rollout stays at the first."""
-    arm.restart(start.weights)
+    arm.restart(start.ahead[0])
     generated = arm.generate(problems(arm.preset, SWEEP_SEED, 0), _draw(SWEEP_SEED, 0), start.responses)
     shuffle = torch.Generator().manual_seed(0)
     points = []

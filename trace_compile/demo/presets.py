@@ -89,7 +89,7 @@ class Reinforcement:
 class Preset:
     """Everything that a run depends on apart from its seeds.
 
-    ``sweep``: optimizer steps between rollout and trainer at which the controlled sweep scores its tokens.
+    ``sweep``: optimizer steps between rollout and trainer at which the sweep scores its tokens; 0 is among them.
     ``held_out``: problems on which the rollout is evaluated before and after training.
     ``warm_start``: a checkpoint of this shape is committed, so supervision is skipped unless asked for.
     ``compiler``: what runs the rewritten graphs; Inductor's minute per graph is more than runs this short earn back.

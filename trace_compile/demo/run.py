@@ -35,6 +35,8 @@ from trace_compile.demo.rollouts import sample
 from trace_compile.errors import TraceCompileError
 from trace_compile.recipes import get_recipe
 
+_SETTLE = 8  # supervised steps before the sweep's first weights
+
 
 def run_demo(
     preset: str | Preset,
@@ -100,19 +102,25 @@ def default_processes(preset: Preset, arms: int) -> int:
 
 
 def _start(model: nn.Module, preset: Preset) -> Start:
-    """What all arms have in common. The weights ahead come from unquantized supervised steps at the RL rate."""
+    """What all arms have in common.
+
+    The sweep's weights come from unquantized supervised steps at the RL learning rate. Its first ones lie a few steps
+    after the warm start: by then the optimizer has its pace, and weights have left the bfloat16 grid of the checkpoint,
+    on which exact ties of FP4 rounding are frequent and all flip at the first step.
+    """
     model = sft.cast(copy.deepcopy(model), preset.dtype)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    torch.manual_seed(SWEEP_SEED)
-    sampled = sample(model, preset.task, problems(preset, SWEEP_SEED, 0), preset.device)
     optimizer = MasterAdamW(list(model.parameters()), preset.rl.learning_rate)
     order, ahead = random.Random(SWEEP_SEED), {}
-    for step in range(max(preset.sweep) + 1):
-        if step in preset.sweep:
-            ahead[step] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for step in range(_SETTLE + max(preset.sweep) + 1):
+        if step - _SETTLE in preset.sweep:
+            ahead[step - _SETTLE] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         ids, target = sft.supervised_batch(preset.task, SWEEP_SEED, step, preset.sft.batch, order)
         sft.supervised_loss(model, ids.to(preset.device), target.to(preset.device)).backward()
         optimizer.step()
+    model.load_state_dict(ahead[0])
+    torch.manual_seed(SWEEP_SEED)
+    sampled = sample(model, preset.task, problems(preset, SWEEP_SEED, 0), preset.device)
     return Start(preset, weights, ahead, sampled.ids[:, preset.task.prompt_length :])
 
 
