@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from trace_compile.errors import TraceCompileError
 from trace_compile.model import ATTRIBUTE, attach, session_of
@@ -73,7 +72,6 @@ def trace_compile(
         strict, compiler, last, max_staleness, replay_routing, recompute, tuple(disabled_passes), dump_dir
     )
     _use_grouped_experts(model)
-    _install_output_hooks(model)
     inputs = dict(example_inputs) if example_inputs is not None else _dummy_inputs(model)
     original = type(model)
     attach(model, chosen, options)
@@ -95,16 +93,6 @@ def _use_grouped_experts(model: nn.Module) -> None:
                 module.set_experts_implementation("grouped_mm")
             if before == "eager":
                 logger.warning("experts_implementation 'eager' is now 'grouped_mm': a loop over experts is no graph")
-
-
-def _install_output_hooks(model: nn.Module) -> None:
-    """What transformers does at the first call that wants router logits or hidden states, under a lock that no compiler
-    captures. Outer models first: they install the hooks of the models inside."""
-    if any(getattr(module, "_output_capturing_hooks_installed", False) for module in model.modules()):
-        return
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            maybe_install_capturing_hooks(module)
 
 
 def _dummy_inputs(model: nn.Module) -> dict[str, Any] | None:

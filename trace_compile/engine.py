@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from trace_compile.capture import Backend, CompileReport, capturing
 from trace_compile.passes.mode import Mode
@@ -52,6 +54,7 @@ class Engine:
     def run(self, module: nn.Module, mode: Mode, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` in ``mode``; what the graph emits is left in ``call.emits``."""
         entry, _ = self._entry(mode)
+        _install_output_hooks(module, kwargs)
         self.runtime.device = next((p.device for p in module.parameters()), self.runtime.device)
         with self.runtime.calling(call), capturing(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return entry(module, *args, **kwargs)
@@ -82,3 +85,22 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
         entry.__code__.replace(), entry.__globals__, entry.__name__, entry.__defaults__, entry.__closure__
     )
     return own
+
+
+_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
+_INSTALLED = "_output_capturing_hooks_installed"
+
+
+def _install_output_hooks(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """What transformers does at the first call that wants more outputs, under a lock that no compiler captures.
+
+    Not before, for models with these hooks cannot be pickled. Outer models install the hooks of the models inside.
+    """
+    config = getattr(module, "config", None)
+    if not any(kwargs.get(name) or getattr(config, name, False) for name in _OUTPUTS):
+        return
+    if any(getattr(part, _INSTALLED, False) for part in module.modules()):
+        return
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            maybe_install_capturing_hooks(part)

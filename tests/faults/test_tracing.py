@@ -141,6 +141,18 @@ def test_T04_without_quantization_the_function_is_the_models_own(make: Any) -> N
     assert routers and all(bool(expected[n].any()) and bool(found[n].any()) for n in routers)
 
 
+@pytest.mark.slow
+def test_T04_router_logits_may_be_asked_for_at_any_call() -> None:
+    model = trace_compile(qwen3(num_hidden_layers=1), recipe="bf16")
+    plain = qwen3(num_hidden_layers=1)
+    plain.set_experts_implementation("grouped_mm")
+    for wanted in (False, True, False):
+        found, expected = (m(**batch(), output_router_logits=wanted) for m in (model, plain))
+        assert torch.equal(found.loss, expected.loss) and (found.router_logits is not None) == wanted
+        if wanted:
+            assert torch.equal(found.router_logits[0], expected.router_logits[0])
+
+
 def gradients_of_all(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Logits, and router logits and auxiliary loss where the model gives them, beside loss and gradients."""
     model.zero_grad()
