@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import prompts, qwen3
+from tests.tiny import PAD, prompts, qwen3
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -26,7 +26,8 @@ def test_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names: dict[str, Any] = {
         "model": model,
-        "batches": [prompts(batch=1, seed=3), prompts(batch=1, seed=4)],
+        "batches": [prompts(batch=3, seed=3), prompts(batch=3, seed=4)],
+        "pad_token_id": PAD,
         "policy_loss": policy_loss,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }

@@ -99,5 +99,5 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any] | None:
     """Inputs of a small forward for a transformers causal language model, else ``None``."""
     if not hasattr(model, "dummy_inputs") or not hasattr(model, "config"):
         return None
-    device = next(model.parameters()).device
-    return {"input_ids": torch.zeros(2, 3, dtype=torch.long, device=device), "use_cache": False}
+    ids = torch.zeros(2, 3, dtype=torch.long, device=next(model.parameters()).device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

@@ -85,14 +85,15 @@ def _share(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
 def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
     """Replace every parameter and buffer of ``module`` by a copy, except the dotted names in ``skip``.
 
-    Tied parameters stay tied. Copies do not require gradients.
+    Tied parameters stay tied. Copies require gradients where the originals do: some kernels are chosen by that flag,
+    and a twin's bits shall not depend on whether it shares or copies.
     """
     copies: dict[int, torch.Tensor] = {}
     for prefix, sub in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, p in sub._parameters.items():
             if p is not None and dot + name not in skip:
-                sub._parameters[name] = copies.setdefault(id(p), nn.Parameter(p.detach().clone(), requires_grad=False))
+                sub._parameters[name] = copies.setdefault(id(p), nn.Parameter(p.detach().clone(), p.requires_grad))
         for name, b in sub._buffers.items():
             if b is not None and dot + name not in skip:
                 sub._buffers[name] = copies.setdefault(id(b), b.detach().clone())

@@ -117,8 +117,8 @@ class Session:
     # --- regions and sites ------------------------------------------------------------------------------------------
 
     def discover(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture once without quantization to learn the regions. Raises what capture raises."""
-        mode = Mode(scheme=None, strict=self.options.strict)
+        """Capture the training graph once to learn the regions. Raises what capture raises."""
+        mode = self.train_mode()
         with torch.no_grad():
             self.engine.run(module, mode, Call(), args, kwargs)
         self._learn_regions(mode)

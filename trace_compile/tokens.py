@@ -77,6 +77,11 @@ class TokenTracker:
         mask = arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             mask = self.generation_mask
+            if mask is None and before is None:
+                raise GuidanceError(
+                    "a prepared attention_mask does not say which tokens are padding, so they cannot be named; pass "
+                    "the 2-D mask [batch, length]"
+                )
         state = None if before is None else before.state
         if before is None or ids.shape[1] > 1:
             ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
