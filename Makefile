@@ -12,6 +12,10 @@ WORKERS ?= 2
 setup:
 	@$(PYTHON) tools/setup_env.py
 
+# torchao, which the tests compare with, is imported by transformers wherever it is installed and prints warnings about
+# GPU libraries that no CPU build of torch has.
+demo: export TORCHAO_FORCE_SKIP_LOADING_SO_FILES ?= 1
+demo: export TORCH_LOGS ?= -torch.utils._pytree
 demo: setup
 	@$(BIN)/trace-compile demo $(DEMO_ARGS)
 
