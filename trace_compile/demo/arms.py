@@ -93,8 +93,6 @@ class Arm:
         self._fitted = 0
         self._optimizer: MasterAdamW | None = None
         self._probe = None if self.quantizes else InputProbe(preset)
-        if self.recipe.outer == "traced":
-            self._calibrate()
 
     @property
     def quantizes(self) -> bool:
@@ -113,11 +111,13 @@ class Arm:
             self.twin.refit()
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
-        """Back to ``weights`` on both sides, with a fresh optimizer; what is compiled stays."""
+        """Back to ``weights`` on both sides, with a fresh optimizer and these weights' scales; compiled graphs stay."""
         self.load(weights)
         self._optimizer = MasterAdamW(list(self.model.parameters()), self.preset.rl.learning_rate)
         self.updates = 0
         self.refit()
+        if self.recipe.outer == "traced":
+            self._calibrate()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Put ``weights`` into the trainer, in place; the twin keeps its own."""

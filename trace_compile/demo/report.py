@@ -78,14 +78,14 @@ def _table(title: str) -> Table:
 
 
 def _sweep_table(result: DemoResult) -> Table:
-    table = _table("Sweep: mean |gap| (drift) on the same tokens, the trainer some optimizer steps ahead")
+    table = _table("Sweep: mean |gap| and drift on the same tokens, the trainer some steps ahead")
     steps = sorted({point.steps for point in result.sweep})
-    table.add_column("arm")
+    table.add_column("arm", no_wrap=True)
     for step in steps:
-        table.add_column(f"{step} steps", justify="right", no_wrap=True)
+        table.add_column(f"{step} ahead", justify="right", no_wrap=True)
     for arm in result.arms:
         points = {point.steps: point for point in result.sweep if point.arm == arm.name}
-        cells = [f"{points[s].gap_mean:.4f} ({_number(points[s].drift, '.1%')})" if s in points else "" for s in steps]
+        cells = [f"{points[s].gap_mean:.4f} {_number(points[s].drift, '.1%')}" if s in points else "" for s in steps]
         table.add_row(arm.name, *cells)
     return table
 
