@@ -10,6 +10,7 @@ from trace_compile import trace_compile
 from trace_compile.errors import FingerprintMismatchError, GuidanceError, NonFiniteWeightError, TraceFileError
 from trace_compile.model import session_of
 from trace_compile.ops.scheme import W4A4_TRACED
+from trace_compile.state.ranges import RangeWarning
 from trace_compile.state.trace import Trace
 
 NEW = 8
@@ -264,3 +265,25 @@ def test_routing_is_replayed_by_token():
         assert not torch.equal(model.guide(None)(**batch).logits, forced)
     model.guide(trace)(**batch).logits.square().mean().backward()
     assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "mlp.gate." in name)
+
+
+def test_activations_that_outgrow_their_range_are_warned_of_until_ranges_are_refreshed():
+    model = trace_compile(qwen3(), recipe="static")
+    rollout = model.rollout()
+
+    def record() -> float:
+        with model.trace() as trace:
+            rollout(**prompts())
+        return max(site.saturation for site in trace.ranges.sites.values())
+
+    assert record() == 0
+    rollout.refit()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight.mul_(64)
+    with pytest.warns(RangeWarning, match="saturate"):
+        assert record() > 1e-4
+        rollout.refit()
+        record()  # what lies behind a saturated site was observed too small: its own refresh comes one trace later
+        rollout.refit()
+    assert record() == 0

@@ -39,10 +39,10 @@ def test_a_wrapped_forward_serves_the_model_its_twin_and_its_copies():
     assert len(trace) > 0 and trace.ranges.sites
     assert all(module is rollout for module in seen)
     for module in (model, clone):
-        ran = len(session_of(module).engine.compile_counts)
+        ran = sum(session_of(module).engine.compile_counts.values())
         module(**prompts())
         assert seen[-1] is module
-        assert len(session_of(module).engine.compile_counts) == ran + 1
+        assert sum(session_of(module).engine.compile_counts.values()) == ran + 1  # with gradients, unlike the discovery
     assert not hasattr(type(model).forward, "__wrapped__")  # accelerate would unwrap to the uncompiled forward
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from trace_compile.recipes import Recipe
 from trace_compile.rollout import RolloutModule, make_twin
 from trace_compile.session import Options, Recording, RecordKind, Session
 from trace_compile.state.inputs import InputLog
+from trace_compile.state.ranges import RangeWarning
 from trace_compile.state.trace import DEFAULT_MAX_BYTES, Trace
 
 ATTRIBUTE = "_trace_compile"
@@ -92,6 +94,8 @@ class TraceCompiledModule(nn.Module):
         trace.inputs = recording.inputs
         if trace.ranges.sites:
             session.pending_ranges = trace.ranges
+            for problem in trace.ranges.stale():
+                warnings.warn(problem, RangeWarning, stacklevel=3)
 
     def guide(self, trace: Trace | None) -> TraceCompiledModule:
         """Let the following training forwards replay ``trace`` wherever it has a record; ``None`` ends that.

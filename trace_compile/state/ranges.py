@@ -159,19 +159,22 @@ class Ranges:
         unused = {region: tuple((tokens == 0).nonzero().flatten().tolist()) for region, tokens in totals.items()}
         return {region: experts for region, experts in unused.items() if experts}
 
+    def stale(self, threshold: float = SATURATION_THRESHOLD) -> tuple[str, ...]:
+        """A sentence per site of which more than ``threshold`` (a fraction) saturated under the scales then in use."""
+        return tuple(
+            f"{'.'.join(name)}: {site.saturation:.2e} of the activations saturate (threshold {threshold:.0e}); "
+            "trace and refit again until this ends (sites behind a saturated one see too little)"
+            for name, site in self.sites.items()
+            if site.saturation > threshold
+        )
+
     def problems(self, threshold: float = SATURATION_THRESHOLD) -> tuple[str, ...]:
         """A sentence per region with unused experts and per site that saturates beyond ``threshold`` (a fraction)."""
         unused = (
             f"{region}: experts {list(experts)} got no token while tracing; they use their layer's scale"
             for region, experts in self.unused_experts().items()
         )
-        stale = (
-            f"{'.'.join(name)}: {site.saturation:.2e} of the activations saturate (threshold {threshold:.0e}); "
-            "trace again to refresh the ranges"
-            for name, site in self.sites.items()
-            if site.saturation > threshold
-        )
-        return (*unused, *stale)
+        return (*unused, *self.stale(threshold))
 
     def warn(self, threshold: float = SATURATION_THRESHOLD) -> tuple[str, ...]:
         """Issues a ``RangeWarning`` for each problem and returns them."""
