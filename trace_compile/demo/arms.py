@@ -27,6 +27,8 @@ from trace_compile.demo.task import PAD, Problem
 from trace_compile.recipes import Recipe, get_recipe
 from trace_compile.state.ranges import RangeWarning
 
+_CALIBRATIONS = 8  # at most; each can only reach as deep as the first saturated site
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -100,15 +102,22 @@ class Arm:
         return self.recipe.rollout is not None and self.recipe.rollout.act is not None
 
     def _calibrate(self) -> None:
-        """Trace ranges of worked-out solutions, so that outer scales are traced ones from the first rollout on."""
+        """Trace ranges of worked-out solutions, so that outer scales are traced ones from the first rollout on.
+
+        Scales of earlier, smaller weights can saturate, and what lies behind a saturated site is then seen too small: so
+        it is done again until nothing saturates.
+        """
         ids, _ = supervised_batch(self.preset.task, 0, 0, self.preset.sft.batch, random.Random(0))
         ids = ids.to(self.preset.device)
-        with self.model.trace(record="ranges"):
-            self.twin(input_ids=ids, attention_mask=(ids != PAD).long(), use_cache=False)
         with warnings.catch_warnings():
-            # A few of these small experts see no token of this batch; they take their layer's scale.
+            # Of that, and of a few small experts that see no token of this batch and take their layer's scale.
             warnings.simplefilter("ignore", RangeWarning)
-            self.twin.refit()
+            for _ in range(_CALIBRATIONS):
+                with self.model.trace(record="ranges") as trace:
+                    self.twin(input_ids=ids, attention_mask=(ids != PAD).long(), use_cache=False)
+                self.twin.refit()
+                if not trace.ranges.stale():
+                    return
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Back to ``weights`` on both sides, with a fresh optimizer and these weights' scales; compiled graphs stay."""
