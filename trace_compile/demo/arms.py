@@ -104,8 +104,8 @@ class Arm:
     def _calibrate(self) -> None:
         """Trace ranges of worked-out solutions, so that outer scales are traced ones from the first rollout on.
 
-        Scales of earlier, smaller weights can saturate, and what lies behind a saturated site is then seen too small: so
-        it is done again until nothing saturates.
+        Scales of earlier, smaller weights can saturate, and what lies behind a saturated site is then seen too small:
+        so it is done again until nothing saturates.
         """
         ids, _ = supervised_batch(self.preset.task, 0, 0, self.preset.sft.batch, random.Random(0))
         ids = ids.to(self.preset.device)
