@@ -163,7 +163,7 @@ class Ranges:
         """A sentence per site of which more than ``threshold`` (a fraction) saturated under the scales then in use."""
         return tuple(
             f"{'.'.join(name)}: {site.saturation:.2e} of the activations saturate (threshold {threshold:.0e}); "
-            "trace and refit again until this ends (sites behind a saturated one see too little)"
+            "trace again to refresh the ranges, until this ends (sites behind a saturated one see too little)"
             for name, site in self.sites.items()
             if site.saturation > threshold
         )
