@@ -50,6 +50,10 @@ def demo(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds; every arm runs once per seed.")] = "0",
     arms: Annotated[str, typer.Option(help="Comma-separated recipes to compare.")] = "bf16,naive,qat,trace",
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Train the warm start here first.")] = False,
+    warm_start: Annotated[
+        Path | None, typer.Option(help="Start from the folder warmstart/ of an earlier run.", exists=True)
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Arms at a time; default: what the machine has.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="The tiny model for two steps: does it run?")] = False,
 ) -> None:
     """Train a small MoE policy with FP4 rollouts under several recipes, compare them, and export the result."""
@@ -69,7 +73,8 @@ def demo(
         seeds=_integers(seeds),
         arms=names,
         from_scratch=from_scratch,
-        processes=default_processes(chosen, len(names)),
+        warm_start=warm_start,
+        processes=processes or default_processes(chosen, len(names)),
         console=Console(),
     )
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from trace_compile.demo import sft
-from trace_compile.demo.arms import Arm, MasterAdamW
+from trace_compile.demo.arms import Arm
+from trace_compile.demo.optimizer import MasterAdamW
 from trace_compile.demo.presets import PRESETS
 
 

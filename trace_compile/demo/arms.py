@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trace_compile.api import trace_compile
 from trace_compile.demo.drift import InputProbe, Inputs
 from trace_compile.demo.grpo import GapStats, gap_stats, group_advantages, policy_loss
+from trace_compile.demo.optimizer import MasterAdamW
 from trace_compile.demo.presets import Preset
 from trace_compile.demo.rollouts import Rollouts, TrainBatch, sample, token_log_probs, train_batch
 from trace_compile.demo.sft import supervised_batch
@@ -55,31 +56,6 @@ class Alignment:
     adjacent: float | None = None
     drift: float | None = None
     distance: float | None = None
-
-
-class MasterAdamW:
-    """AdamW on float32 masters of the parameters (the parameters themselves where those are float32 already).
-
-    Steps of a bfloat16 parameter at a learning rate of 1e-5 would be lost in rounding. Gradient norm is clipped to 1.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
-        self._parameters = parameters
-        self._masters = [p if p.dtype == torch.float32 else p.detach().float() for p in parameters]
-        self._adamw = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update of masters and parameters; clears the gradients."""
-        for parameter, master in zip(self._parameters, self._masters):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        nn.utils.clip_grad_norm_(self._masters, 1.0)
-        self._adamw.step()
-        for parameter, master in zip(self._parameters, self._masters):
-            if master is not parameter:
-                parameter.copy_(master)
-            parameter.grad = None
 
 
 class Arm:

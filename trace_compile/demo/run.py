@@ -17,19 +17,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from trace_compile.demo import report, sft
-from trace_compile.demo.arms import MasterAdamW
 from trace_compile.demo.loop import SWEEP_SEED, Job, Outcome, Start, problems, run_job
+from trace_compile.demo.optimizer import MasterAdamW
 from trace_compile.demo.presets import ARMS, Preset, get_preset
+from trace_compile.demo.progress import Bars
 from trace_compile.demo.result import SCHEMA, DemoResult
 from trace_compile.demo.rollouts import sample
 from trace_compile.errors import TraceCompileError
@@ -46,6 +47,7 @@ def run_demo(
     seeds: Sequence[int] = (0,),
     arms: Sequence[str] = ARMS,
     from_scratch: bool = False,
+    warm_start: Path | None = None,
     processes: int = 1,
     console: Console | None = None,
 ) -> DemoResult:
@@ -54,11 +56,13 @@ def run_demo(
     Args:
         preset: name or ``Preset``. steps: RL steps per arm and seed, by default the preset's.
         seeds: each arm runs once per seed. arms: recipe names.
-        from_scratch: train the warm start here instead of taking the committed one.
+        from_scratch: train the warm start here instead of taking the committed one; it is kept in ``out/warmstart``.
+        warm_start: a folder like that, from an earlier run, to start from.
         processes: arms that run at a time, each in a process of its own if more than 1 (the caller's main module must
             then be importable without side effects, as ``multiprocessing`` asks).
 
-    Raises ``TraceCompileError`` for an unknown preset or recipe, no arms, no seeds, or fewer than one step.
+    Raises ``TraceCompileError`` for an unknown preset or recipe, no arms, no seeds, or fewer than one step, or
+    a warm start that does not fit the preset.
     """
     preset = get_preset(preset) if isinstance(preset, str) else preset
     if steps is not None:
@@ -68,12 +72,12 @@ def run_demo(
     packing = [name for name in arms if _packs(name)]
     console, out, begin = console or Console(), Path(out), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    with _progress(console) as progress, tempfile.TemporaryDirectory() as scratch:
-        model, warm = _warm_start(preset, from_scratch, progress)
+    with Bars(console) as bars, tempfile.TemporaryDirectory() as scratch:
+        model, warm = _warm_start(preset, from_scratch, warm_start, out / "warmstart", bars)
         path = Path(scratch) / "start.pt"
         torch.save(_start(model, preset), path)
         jobs = [Job(name, tuple(seeds), path, out if name in packing[-1:] else None) for name in arms]
-        outcomes = _run_jobs(jobs, preset.rl.steps * len(seeds), processes, progress)
+        outcomes = _run_jobs(jobs, preset.rl.steps * len(seeds), processes, bars)
     result = DemoResult(
         schema=SCHEMA,
         preset=preset.name,
@@ -97,8 +101,9 @@ def run_demo(
 
 
 def default_processes(preset: Preset, arms: int) -> int:
-    """Arms to run at a time: as many as there are CPU cores; one on a GPU, which a single arm already fills."""
-    return 1 if preset.device == "cuda" else max(1, min(arms, len(os.sched_getaffinity(0))))
+    """Arms to run at a time: one per CPU core; on a GPU, whose small kernels wait for Python, half of that."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(arms, cores // 2 if preset.device == "cuda" else cores))
 
 
 def _start(model: nn.Module, preset: Preset) -> Start:
@@ -124,25 +129,26 @@ def _start(model: nn.Module, preset: Preset) -> Start:
     return Start(preset, weights, ahead, sampled.ids[:, preset.task.prompt_length :])
 
 
-def _run_jobs(jobs: list[Job], steps: int, processes: int, progress: Progress) -> list[Outcome]:
+def _run_jobs(jobs: list[Job], steps: int, processes: int, bars: Bars) -> list[Outcome]:
     """Run the jobs, ``processes`` at a time; results in the order of the jobs. The first error ends the others."""
-    bars = {job.name: progress.add_task(job.name, total=steps, note="waiting") for job in jobs}
+    for job in jobs:
+        bars.add(job.name, steps, "waiting")
     if processes == 1:
-        return [run_job(job, _Bar(progress, bars[job.name])) for job in jobs]
+        return [run_job(job, partial(bars.update, job.name)) for job in jobs]
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(processes, mp_context=context) as pool:
         messages = manager.Queue()
         # The last arms are the longest ones: they go first.
         futures = {job.name: pool.submit(run_job, job, _Message(messages, job.name)) for job in reversed(jobs)}
         try:
-            _follow(list(futures.values()), messages, progress, bars)
+            _follow(list(futures.values()), messages, bars)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         return [futures[job.name].result() for job in jobs]
 
 
-def _follow(futures: list[Future[Outcome]], messages: Any, progress: Progress, bars: dict[str, TaskID]) -> None:
+def _follow(futures: list[Future[Outcome]], messages: Any, bars: Bars) -> None:
     while not all(future.done() for future in futures) or not messages.empty():
         failed = [future for future in futures if future.done() and future.exception() is not None]
         if failed:
@@ -151,17 +157,7 @@ def _follow(futures: list[Future[Outcome]], messages: Any, progress: Progress, b
             name, steps, note = messages.get(timeout=0.2)
         except queue.Empty:
             continue
-        progress.update(bars[name], completed=steps, note=note)
-
-
-class _Bar:
-    """``Notify`` into a bar of this process."""
-
-    def __init__(self, progress: Progress, bar: TaskID) -> None:
-        self._progress, self._bar = progress, bar
-
-    def __call__(self, steps: int, note: str) -> None:
-        self._progress.update(self._bar, completed=steps, note=note)
+        bars.update(name, steps, note)
 
 
 class _Message:
@@ -174,28 +170,23 @@ class _Message:
         self._messages.put((self._name, steps, note))
 
 
-def _warm_start(preset: Preset, from_scratch: bool, progress: Progress) -> tuple[nn.Module, sft.WarmStart]:
+def _warm_start(
+    preset: Preset, from_scratch: bool, given: Path | None, kept: Path, bars: Bars
+) -> tuple[nn.Module, sft.WarmStart]:
+    if given is not None:
+        return sft.load(preset, given)
     if preset.warm_start and not from_scratch:
         return sft.load(preset)
-    bar = progress.add_task("supervised", total=preset.sft.steps, note="")
-    return sft.train(preset, lambda step, loss: progress.update(bar, completed=step + 1, note=f"loss {loss:.3f}"))
+    bars.add("supervised", preset.sft.steps)
+    model, warm = sft.train(preset, lambda step, loss: bars.update("supervised", step + 1, f"loss {loss:.3f}"))
+    sft.save(copy.deepcopy(model), warm, {}, kept)
+    return model, warm
 
 
 def _packs(name: str) -> bool:
     """Whether the rollout of this recipe has packed weights to export."""
     rollout = get_recipe(name).rollout
     return rollout is not None and rollout.weight is not None
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:>10}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-    )
 
 
 def _range(bounds: tuple[int, int]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trace_compile.demo.optimizer import MasterAdamW
 from trace_compile.demo.presets import Preset
 from trace_compile.demo.task import PAD, ChainSums, solution_batch
 from trace_compile.errors import TraceCompileError
@@ -23,6 +24,7 @@ from trace_compile.errors import TraceCompileError
 WARM_START = Path(__file__).parent / "warmstart"
 RECIPE = "recipe.json"
 _WARM_UP = 50
+_SHARD_BYTES = 14_000_000  # files that any repository takes
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,24 @@ def supervised_loss(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
 def train(
     preset: Preset, on_step: Callable[[int, float], None] = lambda step, loss: None
 ) -> tuple[nn.Module, WarmStart]:
-    """Train the preset's model from scratch; ``on_step(step, loss)`` is called after every step."""
+    """Train the preset's model from scratch; ``on_step(step, loss)`` is called after every step.
+
+    Computes in the preset's dtype on float32 masters, which the returned model consists of.
+    """
     plan = preset.sft
-    model = build_model(preset, plan.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    model = build_model(preset, plan.seed, preset.dtype)
+    parameters = list(model.parameters())
+    optimizer = MasterAdamW(parameters, plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     order = random.Random(plan.seed)
     losses: list[float] = []
     for step in range(plan.steps):
-        optimizer.param_groups[0]["lr"] = plan.learning_rate * _schedule(step, plan.steps)
         ids, target = supervised_batch(preset.task, plan.seed, step, plan.batch, order)
         loss = supervised_loss(model, ids.to(preset.device), target.to(preset.device))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(plan.learning_rate * _schedule(step, plan.steps))
         losses.append(loss.item())
         on_step(step, losses[-1])
+    optimizer.adopt()
     last = losses[-20:]
     start = WarmStart("from scratch", plan.seed, plan.steps, plan.batch, plan.learning_rate, sum(last) / len(last))
     return model, start
@@ -99,12 +103,12 @@ def supervised_batch(task: ChainSums, seed: int, step: int, batch: int, order: r
 def save(model: nn.Module, start: WarmStart, measured: dict[str, float], path: Path) -> None:
     """Write ``model`` in bfloat16 and transformers' format, and beside it the recipe and what was ``measured``."""
     half: Any = cast(model, torch.bfloat16)
-    half.save_pretrained(path)
+    half.save_pretrained(path, max_shard_size=_SHARD_BYTES)
     (path / RECIPE).write_text(json.dumps({**asdict(start), **measured}, indent=1) + "\n")
 
 
 def load(preset: Preset, path: Path = WARM_START) -> tuple[nn.Module, WarmStart]:
-    """The committed warm start in float32, on the preset's device. Raises ``TraceCompileError`` if it does not fit."""
+    """The warm start in ``path``, float32, on the preset's device. Raises ``TraceCompileError`` if it does not fit."""
     from transformers import Qwen3MoeForCausalLM
 
     if not (path / RECIPE).exists():
@@ -117,7 +121,7 @@ def load(preset: Preset, path: Path = WARM_START) -> tuple[nn.Module, WarmStart]
         if found != wanted:
             raise TraceCompileError(f"the warm start in {path} has {name} {found}, preset {preset.name!r} {wanted}")
     fields = {name: recipe[name] for name in WarmStart.__dataclass_fields__ if name != "source"}
-    return model.to(preset.device), WarmStart(source="committed checkpoint", **fields)
+    return model.to(preset.device), WarmStart(source="checkpoint", **fields)
 
 
 def _schedule(step: int, steps: int) -> float:
