@@ -57,3 +57,46 @@ def test_training_and_generation_graphs_agree_in_bfloat16():
     batch = on_gpu(prompts())
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, model.rollout()(**batch).logits)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_the_captured_decode_loop_equals_the_steps_it_was_captured_from(compiler, monkeypatch):
+    """Tokens, log-probabilities, keys, codes and ranges; also after a refit, which the graph has to see."""
+    model = trace_compile(qwen3().to("cuda", torch.bfloat16), recipe="trace", compiler=compiler, last=1.0)
+    twin = model.rollout(copy=True)
+    decoder = twin.__dict__["_trace_compile_twin"].decoder
+    batch = on_gpu(prompts(batch=8))
+
+    def run() -> tuple:
+        generator = torch.Generator().manual_seed(5)
+        with model.trace(record="code") as trace:
+            found = twin.sample(**batch, max_new_tokens=40, generator=generator, entropy=True)
+        rows = {int(k): bytes(r.numpy()) for part in trace.runs for k, r in zip(part.keys, part.rows)}
+        return found, rows, trace.ranges.to("cpu")
+
+    def same(a: tuple, b: tuple) -> None:
+        for name in ("ids", "log_probs", "entropy", "sampled"):
+            assert torch.equal(getattr(a[0], name), getattr(b[0], name)), name
+        assert a[1] == b[1] and a[2] == b[2]
+
+    for _ in range(2):  # before and after a refit that changes the scales' source, then one that changes weights alone
+        captured = run()
+        assert decoder.captures > 0
+        same(captured, run())
+        with monkeypatch.context() as patch:
+            patch.setattr("trace_compile.decode._Loop.capturable", lambda *_: False)
+            same(captured, run())
+        twin.refit()
+    captures = decoder.captures
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.05)
+    stale = run()
+    twin.refit()
+    fresh = run()
+    assert not torch.equal(stale[0].log_probs, fresh[0].log_probs)
+    assert decoder.captures <= captures + 1  # the scales became traced ones once; weights change in place
+    other = model.rollout(copy=True)
+    with model.trace(record="code"):
+        expected = other.sample(**batch, max_new_tokens=40, generator=torch.Generator().manual_seed(5), entropy=True)
+    assert torch.equal(expected.ids, fresh[0].ids) and torch.equal(expected.log_probs, fresh[0].log_probs)

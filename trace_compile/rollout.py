@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.clone import copy_tensors, own_tensors, share_tensors, share_tree, subclass
+from trace_compile.decode import Decoder, Sample
 from trace_compile.errors import GuidanceError, TraceCompileError
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import MoERegion
-from trace_compile.runtime import Call
-from trace_compile.session import Recording, Session
+from trace_compile.runtime import Call, Emits
+from trace_compile.session import Recording, Session, record_rows
 from trace_compile.state.packed import PackedWeights
-from trace_compile.tokens import Tokens, TokenTracker
+from trace_compile.tokens import Tokens, TokenTracker, id_tuple
 
 ATTRIBUTE = "_trace_compile_twin"
 
@@ -48,6 +49,7 @@ class Twin:
         self.experts: dict[str, Packed] = {}
         self.engine = session.new_engine(self._packed)
         self.tracker = TokenTracker(_eos_ids(module))
+        self.decoder = Decoder(self)
         self.version = -1
         self._pack_anew()
         if copies:
@@ -123,26 +125,22 @@ class Twin:
         call = Call(valid=tokens.valid)
         outputs = self.engine.run(module, mode, call, args, kwargs)
         self.tracker.end(arguments, outputs)
-        self._store(recording, tokens, call)
+        self.store(recording, tokens, call.emits)
         return outputs
 
-    def _store(self, recording: Recording, tokens: Tokens, call: Call) -> None:
-        trace, emits = recording.trace, call.emits
-        layout = trace.layout
-        rows = layout.assemble(
-            [emits["record"][site.region] for site in layout.sites],
-            [emits["routing"][routing.region] for routing in layout.routings],
-        )
-        table = None
-        if layout.sites and not all(site.outer_bytes for site in layout.sites):
-            table = torch.stack([self.session.outer[site.region, site.projection] for site in layout.sites])
-        trace.append(tokens.keys, rows, self.version, table, valid=tokens.valid)
-        for region, amax in emits.get("amax", {}).items():
-            recording.accumulator.add(
-                region, amax, emits["counts"][region], emits["hist"][region], emits["saturated"][region]
-            )
+    def store(self, recording: Recording, tokens: Tokens, emits: Emits) -> None:
+        """Hand one call's records and statistics to the recording."""
+        self.append(recording, tokens, record_rows(recording.trace.layout, emits))
+        recording.accumulator.add(emits)
         if recording.inputs is not None:
             recording.inputs.append(tokens.keys, tokens.valid, emits["input"])
+
+    def append(self, recording: Recording, tokens: Tokens, rows: Tensor) -> None:
+        """Record rows uint8 [T, R] of this twin's weights under the scales in force."""
+        sites, table = recording.trace.layout.sites, None
+        if sites and not all(site.outer_bytes for site in sites):
+            table = torch.stack([self.session.outer[site.region, site.projection] for site in sites])
+        recording.trace.append(tokens.keys, rows, self.version, table, valid=tokens.valid)
 
 
 class RolloutModule(nn.Module):
@@ -162,6 +160,11 @@ class RolloutModule(nn.Module):
         """Version of the packed weights: the number of refits of the session when they were packed."""
         twin: Twin = self.__dict__[ATTRIBUTE]
         return twin.version
+
+    def sample(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Sample:
+        """Decode a batch fast, with CUDA graphs where there is a GPU; see ``decode.Decoder.sample`` for the options."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return twin.decoder.sample(self, input_ids, attention_mask, **options)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +195,7 @@ class RolloutModule(nn.Module):
 
         if twin.session.recording is not None and (chosen("num_beams") or 1) > 1:
             raise GuidanceError("beam search reorders caches, so its tokens cannot be named; record with sampling")
-        with _watched(self, twin.tracker, kwargs.pop("trajectory_ids", None), _ids(chosen("eos_token_id"))):
+        with _watched(self, twin.tracker, kwargs.pop("trajectory_ids", None), id_tuple(chosen("eos_token_id"))):
             return own(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -244,12 +247,4 @@ def _watched(
 
 def _eos_ids(module: nn.Module) -> tuple[int, ...]:
     config = getattr(module, "generation_config", None) or getattr(module, "config", None)
-    return _ids(getattr(config, "eos_token_id", None))
-
-
-def _ids(ids: Any) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    if isinstance(ids, Tensor):
-        ids = ids.flatten().tolist()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    return id_tuple(getattr(config, "eos_token_id", None))

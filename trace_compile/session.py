@@ -22,7 +22,7 @@ from trace_compile.ops.weights import Packed
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import PROJECTIONS, MoERegion
 from trace_compile.recipes import Recipe
-from trace_compile.runtime import Call, GraphRuntime, OuterScales, SiteKey
+from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKey
 from trace_compile.state.inputs import InputLog
 from trace_compile.state.layout import RecordLayout, Routing, Site
 from trace_compile.state.packed import PackedWeights
@@ -53,14 +53,29 @@ class RangeAccumulator:
 
     totals: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, region: str, amax: Tensor, counts: Tensor, hist: Tensor, saturated: Tensor) -> None:
+    def add(self, emits: Emits) -> None:
+        """The statistics of one forward, per region."""
+        for region, amax in emits.get("amax", {}).items():
+            self._add(region, [amax, *(emits[kind][region] for kind in ("counts", "hist", "saturated"))])
+
+    def merge(self, other: RangeAccumulator) -> None:
+        for region, values in other.totals.items():
+            self._add(region, values)
+
+    def reset(self) -> None:
+        """Forget, in place: the tensors stay where they are."""
+        for values in self.totals.values():
+            for total in values:
+                total.zero_()
+
+    def _add(self, region: str, values: list[Tensor]) -> None:
         with torch.inference_mode(False):  # totals outlive the call: inference tensors could not be added to
             if region not in self.totals:
-                self.totals[region] = [t.detach().clone() for t in (amax, counts, hist, saturated)]
+                self.totals[region] = [t.detach().clone() for t in values]
                 return
             top, *sums = self.totals[region]
-            torch.maximum(top, amax, out=top)
-            for total, new in zip(sums, (counts, hist, saturated), strict=True):
+            torch.maximum(top, values[0], out=top)
+            for total, new in zip(sums, values[1:], strict=True):
                 total += new
 
     def ranges(self) -> Ranges:
@@ -78,6 +93,14 @@ class Recording:
     kind: RecordKind
     accumulator: RangeAccumulator = field(default_factory=RangeAccumulator)
     inputs: InputLog | None = None
+
+
+def record_rows(layout: RecordLayout, emits: Emits) -> Tensor:
+    """Record rows uint8 [T, R] of one forward."""
+    return layout.assemble(
+        [emits["record"][site.region] for site in layout.sites],
+        [emits["routing"][routing.region] for routing in layout.routings],
+    )
 
 
 class Session:

@@ -26,6 +26,21 @@ class Tokens:
     valid: Tensor
 
 
+def decoded_tokens(
+    ids: Tensor, real: Tensor, state: PrefixState, ended: Tensor, eos: Tensor | None, trajectory_ids: Tensor | None
+) -> tuple[Tokens, PrefixState, Tensor]:
+    """Names one decoded token of each sequence: what every way of decoding does, without a look at the values.
+
+    ids: integer [B, 1]. real: bool or integer [B, 1], zero where the caller knows padding. state, ended (bool [B]):
+    where the sequences stand. eos: ids int64 [n] after which a sequence has ended (the id itself still counts).
+    Returns the tokens, and where the sequences stand after them.
+    """
+    keys, valid, state = prefix_keys(ids, (real != 0) & ~ended[:, None], None, trajectory_ids, start=state)
+    if eos is not None:
+        ended = ended | torch.isin(ids, eos).any(1)
+    return Tokens(keys.reshape(-1), valid.reshape(-1)), state, ended
+
+
 @dataclass(frozen=True)
 class _Cached:
     """What one cache holds: the prefix state of its sequences, which of them have ended, how many columns it has."""
@@ -82,22 +97,25 @@ class TokenTracker:
                     "a prepared attention_mask does not say which tokens are padding, so they cannot be named; pass "
                     "the 2-D mask [batch, length]"
                 )
-        state = None if before is None else before.state
-        if before is None or ids.shape[1] > 1:
-            ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-        else:
-            ended = before.ended
-            mask = (~ended)[:, None].expand(ids.shape) if mask is None else mask[:, -ids.shape[1] :] * ~ended[:, None]
         if trajectory_ids is None and self.trajectory_ids is not None:
             trajectory_ids = self.trajectory_ids.repeat_interleave(ids.shape[0] // self.trajectory_ids.shape[0], 0)
-        # Positions tell packed sequences apart; while decoding they only repeat what the cache says.
-        positions = arguments.get("position_ids") if cache is None else None
-        keys, valid, state = prefix_keys(ids, mask, positions, trajectory_ids, start=state)
-        if before is not None and ids.shape[1] == 1 and self.eos_token_ids:
-            eos = torch.tensor(self.eos_token_ids, device=ids.device)
-            ended = ended | torch.isin(ids, eos).any(1)
+        if before is not None and ids.shape[1] == 1:
+            real = torch.ones_like(ids) if mask is None else mask[:, -1:]
+            tokens, state, ended = decoded_tokens(
+                ids, real, before.state, before.ended, self._eos(ids.device), trajectory_ids
+            )
+        else:
+            # Positions tell packed sequences apart; with a cache they only repeat what it says.
+            positions = arguments.get("position_ids") if cache is None else None
+            start = None if before is None else before.state
+            keys, valid, state = prefix_keys(ids, mask, positions, trajectory_ids, start=start)
+            tokens = Tokens(keys.reshape(-1), valid.reshape(-1))
+            ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         self._pending = _Cached(state, ended, filled + ids.shape[1])
-        return Tokens(keys.reshape(-1), valid.reshape(-1))
+        return tokens
+
+    def _eos(self, device: torch.device) -> Tensor | None:
+        return torch.tensor(self.eos_token_ids, device=device) if self.eos_token_ids else None
 
     def end(self, arguments: Mapping[str, Any], outputs: Any) -> None:
         """Remember where the sequences stand, under the cache that the model filled."""
@@ -107,3 +125,12 @@ class TokenTracker:
         if cache is not None and self._pending is not None:
             self._caches[cache] = self._pending
         self._pending = None
+
+
+def id_tuple(ids: Any) -> tuple[int, ...]:
+    """Token ids as configurations give them: one, several, a tensor, or none."""
+    if ids is None:
+        return ()
+    if isinstance(ids, Tensor):
+        ids = ids.flatten().tolist()
+    return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
