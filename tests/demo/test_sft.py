@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -56,17 +56,26 @@ def test_the_committed_checkpoint_is_small_and_right_on_part_of_the_tasks() -> N
     assert sum(file.stat().st_size for file in files) <= 4 << 20
     preset = get_preset("cpu")
     model, warm = sft.load(preset)
-    assert (warm.steps, warm.batch, warm.learning_rate, warm.seed) == (
-        preset.sft.steps,
-        preset.sft.batch,
-        preset.sft.learning_rate,
-        preset.sft.seed,
-    ), "the checkpoint was made by another recipe than --from-scratch would repeat"
+    assert warm == replace(warm, **asdict(preset.sft)), "made by another recipe than --from-scratch would repeat"
     recorded = json.loads((sft.WARM_START / sft.RECIPE).read_text())
     torch.manual_seed(0)
     sampled = sample(model, preset.task, preset.task.problems("eval", 0, 0, 128), "cpu")
     assert sampled.rewards.mean().item() == pytest.approx(recorded["reward"], abs=0.15)
     assert 0.3 < sampled.entropy < 0.6
+
+
+def test_the_large_warm_start_fits_its_preset_and_any_repository() -> None:
+    path = Path(__file__).parents[2] / "tools/experiments/fp4_rl/warmstart"
+    sizes = [file.stat().st_size for file in path.iterdir()]
+    assert sum(sizes) <= 48 << 20 and max(sizes) <= 16 << 20
+    preset = replace(PRESETS["h200"], device="cpu")
+    model, warm = sft.load(preset, path)
+    assert warm == replace(warm, **asdict(preset.sft)), "made by another recipe than --from-scratch would repeat"
+    recorded = json.loads((path / sft.RECIPE).read_text())
+    assert 0.1 < recorded["reward"] < 0.6 and recorded["entropy"] > 0.3
+    ids, target = sft.supervised_batch(preset.task, 1, 0, 16, random.Random(0))
+    with torch.no_grad():
+        assert sft.supervised_loss(model, ids, target).item() == pytest.approx(recorded["loss"], abs=0.08)
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "CPU"])

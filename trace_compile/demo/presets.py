@@ -134,7 +134,7 @@ PRESETS = {
             dtype=torch.bfloat16,
             task=ChainSums(terms=(8, 12), digits=(1, 2)),
             shape=ModelShape(layers=8, hidden=192, experts=32, top_k=4, width=64),
-            sft=Supervision(steps=1500, batch=256, learning_rate=1e-3),
+            sft=Supervision(steps=700, batch=256, learning_rate=1e-3),
             rl=Reinforcement(steps=40, groups=32, group_size=8, microbatches=2, learning_rate=1e-5),
             sweep=(0, 1, 2, 4, 8, 16),
             held_out=1024,

@@ -77,13 +77,13 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """The IEEE float32 quotient a / b of float32 operands, through float64.
 
     The way over the bits keeps Inductor from merging the casts of a division of a quotient: it drops a float32 between
-    two float64, and the rounding with it.
+    two float64, and the rounding with it. It drops a pair of views as well, hence an operation between them.
     """
     a = a.double() if isinstance(a, Tensor) else a
     b = b.double() if isinstance(b, Tensor) else b
     quotient = a / b
     assert isinstance(quotient, Tensor)
-    return quotient.float().view(torch.int32).view(torch.float32)
+    return quotient.float().view(torch.int32).bitwise_or(0).view(torch.float32)
 
 
 def block_amax(magnitude: Tensor, block: int) -> Tensor:
