@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import Qwen3MoeForCausalLM
 from tests.tiny import prompts, qwen3
 from trace_compile import trace_compile
 from trace_compile.errors import BlockSizeError, NoMoERegionError, TraceCompileError, UnknownRecipeError
+from trace_compile.model import session_of
+from trace_compile.passes import Mode
 
 
 def test_the_model_stays_itself():
@@ -70,6 +73,15 @@ def test_explain_says_what_was_rewritten():
     assert [r.name for r in explanation.regions] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert explanation.guided == {"model.layers.1.mlp.experts"}
     assert "model.layers.0.mlp.experts" in text and "silu" in text and "native" in text
+    assert explanation.rollouts == ()
+    rollout = model.rollout()
+    assert model.explain().rollouts == ((),)  # a twin compiles when it first runs
+    rollout(**prompts())
+    ((graph,),) = model.explain().rollouts
+    assert graph[0].train is False and "twin" in str(model.explain())
+    del rollout, graph
+    gc.collect()
+    assert model.explain().rollouts == ()
 
 
 def test_eager_experts_are_switched_and_said_so(caplog):
@@ -78,6 +90,28 @@ def test_eager_experts_are_switched_and_said_so(caplog):
     with caplog.at_level("WARNING", logger="trace_compile"):
         trace_compile(plain, recipe="qat")
     assert "grouped_mm" in caplog.text
+
+
+def test_a_refused_model_keeps_its_experts_implementation():
+    plain = qwen3(moe_intermediate_size=24)
+    plain.set_experts_implementation("eager")
+    before = dict(plain.__dict__)
+    with pytest.raises(BlockSizeError, match="24"):
+        trace_compile(plain, recipe="qat")
+    assert type(plain) is Qwen3MoeForCausalLM and plain.__dict__.keys() == before.keys()
+    assert {m.config._experts_implementation for m in plain.modules() if hasattr(m, "config")} == {"eager"}
+
+
+def test_the_compiler_is_chosen_where_the_model_is_when_a_graph_is_needed(monkeypatch):
+    engine = session_of(trace_compile(qwen3(), recipe="qat")).engine
+    made = []
+    monkeypatch.setattr("trace_compile.engine.Backend", lambda *a, compiler, **o: made.append(compiler))
+    for device, compiler in (("cuda", "inductor"), ("cpu", "eager")):
+        engine.runtime.device = torch.device(device)
+        engine._entry(Mode(scheme=None))
+        assert made[-1] == compiler
+    engine._entry(Mode(scheme=None))
+    assert len(made) == 2  # a model that comes back finds its graphs
 
 
 class Dense(nn.Module):
@@ -120,9 +154,3 @@ def test_a_second_application_is_refused():
 def test_something_that_is_no_module_is_refused():
     with pytest.raises(TraceCompileError, match="dict"):
         trace_compile({}, recipe="qat")  # type: ignore[arg-type]
-
-
-def test_widths_that_are_no_multiple_of_the_block_are_refused_by_value():
-    with pytest.raises(BlockSizeError, match="24"):
-        model = trace_compile(qwen3(moe_intermediate_size=24), recipe="qat")
-        model(**prompts())

@@ -41,8 +41,9 @@ def trace_compile(
             ``experts_implementation="grouped_mm"``, because the eager per-expert loop cannot be captured.
         recipe: name or ``Recipe``; see ``trace_compile.recipes``.
         strict: every expert-shaped operation must be rewritten, else ``NoMoERegionError``; ``False`` reports the rest.
-        compiler: what compiles the rewritten graph: ``"inductor"`` (default on GPUs), ``"aot_eager"``, or ``"eager"``
-            (default on CPUs, where Inductor takes tens of seconds per graph and the expert ops dominate anyway).
+        compiler: what compiles the rewritten graphs: ``"inductor"``, ``"aot_eager"`` or ``"eager"``. Default: chosen at
+            each compilation by where the model then is: ``"inductor"`` on GPUs, ``"eager"`` on CPUs, where Inductor
+            takes tens of seconds per graph and the expert ops dominate anyway.
         last: share of the layers, counted from the end, whose outcome is recorded and replayed (TRACE: 0.5).
         max_staleness: oldest record, in weight versions, that guidance may use.
         replay_routing: guided forwards also take the rollout's expert ids, with gates from their own logits (R3).
@@ -63,26 +64,32 @@ def trace_compile(
     if not 0.0 < last <= 1.0:
         raise TraceCompileError(f"last is the share of layers to record, 0 < last <= 1, got {last}")
     chosen = get_recipe(recipe)
-    if compiler is None:
-        on_gpu = any(p.device.type == "cuda" for p in model.parameters())
-        compiler = "inductor" if on_gpu else "eager"
-    if compiler not in COMPILERS:
+    if compiler is not None and compiler not in COMPILERS:
         raise TraceCompileError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
     options = Options(
         strict, compiler, last, max_staleness, replay_routing, recompute, tuple(disabled_passes), dump_dir
     )
-    _use_grouped_experts(model)
-    inputs = dict(example_inputs) if example_inputs is not None else _dummy_inputs(model)
-    original = type(model)
-    attach(model, chosen, options)
-    if inputs is not None:
-        try:
+    original, implementations = type(model), _experts_implementations(model)
+    try:
+        _use_grouped_experts(model)
+        inputs = dict(example_inputs) if example_inputs is not None else _dummy_inputs(model)
+        attach(model, chosen, options)
+        if inputs is not None:
             session_of(model).discover(model, (), inputs)
-        except BaseException:
-            model.__class__ = original
-            del model.__dict__[ATTRIBUTE]
-            raise
+    except BaseException:
+        model.__class__ = original
+        model.__dict__.pop(ATTRIBUTE, None)
+        for config, implementation in implementations:
+            config._experts_implementation_internal = implementation
+        raise
     return model
+
+
+def _experts_implementations(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Every config of the model's parts with the experts implementation that it names."""
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+    known = [c for c in configs.values() if hasattr(c, "_experts_implementation_internal")]
+    return [(config, config._experts_implementation_internal) for config in known]
 
 
 def _use_grouped_experts(model: nn.Module) -> None:

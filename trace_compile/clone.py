@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from trace_compile.errors import NonFiniteWeightError, RefitError
 
 
 def subclass(cls: type[nn.Module], mixin: type) -> type[nn.Module]:
@@ -46,28 +49,25 @@ def rebind(module: nn.Module, moved: Mapping[int, nn.Module]) -> None:
             module.__dict__[name] = MethodType(value.__func__, moved[id(value.__self__)])
 
 
-def share_tree(module: nn.Module, cls: type | None = None) -> nn.Module:
-    """A new module tree whose parameters and buffers are the same tensor objects as ``module``'s.
+def share_tree(module: nn.Module, into: nn.Module) -> None:
+    """Make ``into`` the root of a new module tree whose parameters and buffers are the same objects as ``module``'s.
 
     Attributes other than parameters, buffers and submodules are copied by reference; attributes that point at a
-    submodule, and methods bound to one, point at the clone's. ``cls`` replaces the class of the root.
+    submodule, and methods bound to one, point at the clone's. ``into`` keeps its class.
     """
     memo: dict[int, nn.Module] = {}
-    root = _share(module, memo)
+    _share(module, memo, into)
     for old_id, new in memo.items():
         for name, value in list(new.__dict__.items()):
             if isinstance(value, nn.Module) and id(value) in memo and id(value) != old_id:
                 new.__dict__[name] = memo[id(value)]
         rebind(new, memo)
-    if cls is not None:
-        root.__class__ = cls
-    return root
 
 
-def _share(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
+def _share(module: nn.Module, memo: dict[int, nn.Module], into: nn.Module | None = None) -> nn.Module:
     if id(module) in memo:
         return memo[id(module)]
-    clone = module.__class__.__new__(module.__class__)
+    clone = module.__class__.__new__(module.__class__) if into is None else into
     memo[id(module)] = clone
     clone.__dict__.update(module.__dict__)
     for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -78,6 +78,29 @@ def _share(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
         name: _share(child, memo) if child is not None else None for name, child in module._modules.items()
     }
     return clone
+
+
+def same_tree(source: nn.Module, target: nn.Module) -> bool:
+    """Whether both have the same modules and tensors by name and class; the roots' own classes may differ."""
+
+    def outline(root: nn.Module) -> list[Any]:
+        found = [(name, type(m)) for name, m in root.named_modules(remove_duplicate=False) if m is not root]
+        tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+        return [*found, *(name for name, _ in tensors)]
+
+    return outline(source) == outline(target)
+
+
+def own_configs(module: nn.Module, settings: Mapping[str, Any] | None = None) -> None:
+    """Give ``module`` and its parts transformers configurations of their own, shared among them as they were.
+
+    ``settings`` are attributes of the root that it had before: they take the place of the ones it has now.
+    """
+    memo: dict[int, Any] = {id(module.__dict__[name]): value for name, value in (settings or {}).items()}
+    for part in module.modules():
+        for name, value in list(part.__dict__.items()):
+            if isinstance(value, PreTrainedConfig | GenerationConfig):
+                part.__dict__[name] = copy.deepcopy(value, memo)
 
 
 @torch.inference_mode(False)
@@ -110,12 +133,37 @@ def share_tensors(source: nn.Module, target: nn.Module) -> None:
         own._buffers.update(current._buffers)
 
 
+@torch.no_grad()
+def check_copies(source: nn.Module, target: nn.Module | None, *, skip: Container[str] = ()) -> None:
+    """Whether ``source`` can be copied into ``target`` (None: into new tensors), before anything is.
+
+    Raises ``NonFiniteWeightError`` naming the parameters that hold NaN or Inf (buffers may: masks do), ``RefitError``
+    naming the first tensor whose shape differs.
+    """
+    new = _tensors(source)
+    for name, tensor in _tensors(target).items() if target is not None else ():
+        if name not in skip and tensor.shape != new[name].shape:
+            raise RefitError(
+                f"{name} is {tuple(new[name].shape)} in the trainer and {tuple(tensor.shape)} in the twin, and nothing "
+                "was copied; make a new twin with model.rollout()"
+            )
+    named = [(n, p) for n, p in source.named_parameters() if n not in skip and p.is_floating_point()]
+    finite = [torch.isfinite(p).all() for _, p in named]  # looked at below, when all of them are under way
+    bad = [name for (name, _), fine in zip(named, finite, strict=True) if not bool(fine)]
+    if bad:
+        raise NonFiniteWeightError(f"{', '.join(bad)}: NaN or Inf, and nothing was copied. Restore the weights first")
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return parameters | dict(module.named_buffers(remove_duplicate=False))
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def copy_tensors(source: nn.Module, target: nn.Module, *, skip: Container[str] = ()) -> None:
     """Copy parameters and buffers of ``source`` into ``target`` in place (addresses stay), by dotted name."""
-    own = dict(target.named_parameters(remove_duplicate=False)) | dict(target.named_buffers(remove_duplicate=False))
-    new = dict(source.named_parameters(remove_duplicate=False)) | dict(source.named_buffers(remove_duplicate=False))
+    own, new = _tensors(target), _tensors(source)
     for name, tensor in own.items():
         if name not in skip and tensor.data_ptr() != new[name].data_ptr():
             tensor.copy_(new[name])

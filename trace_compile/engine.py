@@ -30,7 +30,8 @@ class Engine:
     Args:
         forward: the original class's forward function, taking the module first.
         runtime: resolves feeds and receives emits.
-        compiler: what compiles the rewritten graph: ``"eager"``, ``"aot_eager"`` or ``"inductor"``.
+        compiler: what compiles the rewritten graph: ``"inductor"``, ``"aot_eager"`` or ``"eager"``; None: by the device
+            where the module is when a graph is first needed, for models are moved.
     """
 
     def __init__(
@@ -38,41 +39,43 @@ class Engine:
         forward: Callable[..., Any],
         runtime: GraphRuntime,
         *,
-        compiler: str,
+        compiler: str | None,
         disabled_passes: Iterable[str] = (),
         dump_dir: str | None = None,
     ) -> None:
         self._forward = forward
         self.runtime = runtime
-        self._options: dict[str, Any] = {
-            "compiler": compiler,
-            "disabled_passes": tuple(disabled_passes),
-            "dump_dir": dump_dir,
-        }
-        self._entries: dict[Mode, tuple[Callable[..., Any], Backend]] = {}
+        self._compiler = compiler
+        self._options: dict[str, Any] = {"disabled_passes": tuple(disabled_passes), "dump_dir": dump_dir}
+        self._entries: dict[tuple[Mode, str], tuple[Callable[..., Any], Backend]] = {}
 
     def run(self, module: nn.Module, mode: Mode, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` in ``mode``; what the graph emits is left in ``call.emits``."""
-        entry, _ = self._entry(mode)
         _install_output_hooks(module, kwargs)
         self.runtime.device = next((p.device for p in module.parameters()), self.runtime.device)
+        entry, _ = self._entry(mode)
         with self.runtime.calling(call), capturing(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return entry(module, *args, **kwargs)
 
     def _entry(self, mode: Mode) -> tuple[Callable[..., Any], Backend]:
-        if mode not in self._entries:
-            backend = Backend(mode, self.runtime, **self._options)
+        compiler = self._compiler or ("eager" if self.runtime.device.type == "cpu" else "inductor")
+        key = (mode, compiler)
+        if key not in self._entries:
+            backend = Backend(mode, self.runtime, compiler=compiler, **self._options)
             compiled = torch.compile(_own_code(self._forward), backend=backend, fullgraph=True, dynamic=True)
-            self._entries[mode] = (compiled, backend)
-        return self._entries[mode]
+            self._entries[key] = (compiled, backend)
+        return self._entries[key]
 
     @property
     def reports(self) -> dict[Mode, list[CompileReport]]:
-        return {mode: backend.reports for mode, (_, backend) in self._entries.items()}
+        found: dict[Mode, list[CompileReport]] = {}
+        for (mode, _), (_, backend) in self._entries.items():
+            found.setdefault(mode, []).extend(backend.reports)
+        return found
 
     @property
     def compile_counts(self) -> dict[Mode, int]:
-        return {mode: backend.compile_count for mode, (_, backend) in self._entries.items()}
+        return {mode: len(reports) for mode, reports in self.reports.items()}
 
 
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:

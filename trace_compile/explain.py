@@ -14,7 +14,10 @@ from trace_compile.passes.region import MoERegion, NoMatch
 from trace_compile.passes.report import formula
 
 if TYPE_CHECKING:
+    from trace_compile.engine import Engine
     from trace_compile.session import Session
+
+Reports = tuple[tuple[Mode, CompileReport], ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Explanation:
         guided: names of the regions whose rollout outcome is replayed.
         reports: one per compiled graph of the trainer, with pass timings and lowering choices. Graphs are compiled when
             they are first needed: before the first forward there is only the one that found the regions.
+        rollouts: likewise for each twin that there is, oldest first.
     """
 
     recipe: str
@@ -35,16 +39,17 @@ class Explanation:
     regions: tuple[MoERegion, ...]
     unmatched: tuple[NoMatch, ...]
     guided: frozenset[str]
-    reports: tuple[tuple[Mode, CompileReport], ...]
+    reports: Reports
+    rollouts: tuple[Reports, ...] = ()
 
     @classmethod
     def of(cls, session: Session) -> Explanation:
-        reports = tuple((mode, r) for mode, rs in session.engine.reports.items() for r in rs)
-        unmatched = {str(n): n for _, report in reports for n in report.unmatched}
+        reports, *rollouts = (_reports(engine) for engine in (session.engine, *session.twin_engines))
+        unmatched = {str(n): n for graphs in (reports, *rollouts) for _, report in graphs for n in report.unmatched}
         regions = session.need_regions()
         guided = session.guided_regions() if session.recipe.guidance != "none" else frozenset()
         recipe = session.recipe
-        return cls(recipe.name, recipe.about, regions, tuple(unmatched.values()), guided, reports)
+        return cls(recipe.name, recipe.about, regions, tuple(unmatched.values()), guided, reports, tuple(rollouts))
 
     def __str__(self) -> str:
         console = Console(width=140, no_color=True)
@@ -69,11 +74,17 @@ class Explanation:
 
     def _graphs(self) -> Table:
         table = Table(title="compiled graphs")
-        for column in ("scheme", "guidance", "record", "lowered to", "passes (ms)"):
+        for column in ("of", "scheme", "guidance", "record", "lowered to", "passes (ms)"):
             table.add_column(column)
-        for mode, report in self.reports:
+        owners = [("trainer", self.reports)]
+        owners += [(f"twin {i}" if len(self.rollouts) > 1 else "twin", r) for i, r in enumerate(self.rollouts, 1)]
+        for owner, mode, report in ((owner, *pair) for owner, reports in owners for pair in reports):
             scheme = mode.scheme.key if mode.scheme else "unquantized"
             lowered = ", ".join(sorted({f"{c.op}: {c.provider} ({c.reason})" for c in report.choices}))
             times = ", ".join(f"{t.name} {t.seconds * 1e3:.0f}" for t in report.timings)
-            table.add_row(scheme, mode.guidance, mode.record, lowered, times)
+            table.add_row(owner, scheme, mode.guidance, mode.record, lowered, times)
         return table
+
+
+def _reports(engine: Engine) -> Reports:
+    return tuple((mode, report) for mode, reports in engine.reports.items() for report in reports)

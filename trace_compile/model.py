@@ -21,6 +21,7 @@ from trace_compile.clone import rebind, subclass
 from trace_compile.diagnose import SiteReport, diagnose
 from trace_compile.errors import FingerprintMismatchError, GuidanceError
 from trace_compile.explain import Explanation
+from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.recipes import Recipe
 from trace_compile.rollout import RolloutModule, make_twin
 from trace_compile.session import Options, Recording, RecordKind, Session
@@ -155,11 +156,29 @@ class TraceCompiledModule(nn.Module):
         return _as_it_is, (self._plain(),)
 
 
+class GeneratingModule(OwnDecoding, TraceCompiledModule):
+    """Mixed in instead where the model's class has ``generate()``."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The class's own ``generate()`` in the trainer's arithmetic, never guided.
+
+        A guide replays what a rollout rounded its own tokens to, for training on them; samples are drawn from the
+        policy as it is. Forwards of a guided model are guided as before.
+        """
+        session = session_of(self)
+        args, kwargs, _ = uncompiled(args, kwargs)
+        guiding, session.guiding = session.guiding, None
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            session.guiding = guiding
+
+
 def attach(model: nn.Module, recipe: Recipe, options: Options) -> nn.Module:
     """Give ``model`` the compiled class and a session of its own."""
     cls = type(model)
     object.__setattr__(model, ATTRIBUTE, Session(model, cls, recipe, options))
-    model.__class__ = subclass(cls, TraceCompiledModule)
+    model.__class__ = subclass(cls, GeneratingModule if hasattr(cls, "generate") else TraceCompiledModule)
     return model
 
 

@@ -9,7 +9,7 @@ While a trace records, the twin's quantizers also hand out ranges, outcomes and 
 from __future__ import annotations
 
 import contextlib
-import copy
+import weakref
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -17,9 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trace_compile.clone import copy_tensors, own_tensors, share_tensors, share_tree, subclass
+from trace_compile.clone import (
+    check_copies,
+    copy_tensors,
+    own_configs,
+    own_tensors,
+    same_tree,
+    share_tensors,
+    share_tree,
+    subclass,
+)
 from trace_compile.decode import Decoder, Sample
-from trace_compile.errors import GuidanceError, TraceCompileError
+from trace_compile.errors import GuidanceError, RefitError, TraceCompileError
+from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import MoERegion
@@ -37,23 +47,20 @@ class Twin:
     Args:
         session: shared with the trainer.
         source: the trained model.
-        module: the twin's module tree.
         copies: whether non-expert tensors are the twin's own.
     """
 
-    def __init__(self, session: Session, source: nn.Module, module: nn.Module, copies: bool) -> None:
+    def __init__(self, session: Session, source: nn.Module, copies: bool) -> None:
         self.session = session
         self.source = source
         self.copies = copies
         self.packed = PackedWeights()
         self.experts: dict[str, Packed] = {}
         self.engine = session.new_engine(self._packed)
-        self.tracker = TokenTracker(_eos_ids(module))
+        self.tracker = TokenTracker()
         self.decoder = Decoder(self)
         self.version = -1
         self._pack_anew()
-        if copies:
-            own_tensors(module, skip=self.experts)
 
     def _pack_anew(self) -> None:
         """Pack into new tensors, where the masters are."""
@@ -67,8 +74,19 @@ class Twin:
                 experts[expert.name] = packed.get(expert.name, masters[expert.name], layout, scheme.weight)
         self.packed, self.experts = packed, experts
 
+    def release(self) -> None:
+        """Let go of the packed weights; Dynamo's caches outlive the module and hold this."""
+        self.packed, self.experts = PackedWeights(), {}
+
     def masters(self) -> dict[str, nn.Parameter]:
-        return dict(self.source.named_parameters(remove_duplicate=False))
+        found = dict(self.source.named_parameters(remove_duplicate=False))
+        gone = sorted(name for name in self.experts if name not in found)
+        if gone:
+            raise RefitError(
+                f"the model has no parameter {gone[0]} any more, from which {len(gone)} packed weight(s) come; make a "
+                "new twin with model.rollout()"
+            )
+        return found
 
     def _packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
         return self.experts[region.weight(which)[0].name]
@@ -78,13 +96,16 @@ class Twin:
 
         Adopts the ranges of the last closed trace, where the recipe traces scales (inside ``model.trace()`` they wait
         for the next refit). Raises ``NonFiniteWeightError`` naming the parameter, or ``GuidanceError`` naming
-        unobserved sites; the twin's weights and scales are then what they were.
+        unobserved sites, or ``RefitError`` naming a parameter whose shape changed; the twin's weights and scales are
+        then what they were. A twin follows its trainer's modules too, where adapters were added or taken away.
         """
         session = self.session
         ranges = session.ranges_to_adopt()
         if ranges is not None:
             session.scales_from(ranges)
-        masters = self.masters()
+        masters, regrown = self.masters(), not same_tree(self.source, module)
+        if self.copies:
+            check_copies(self.source, None if regrown else module, skip=self.experts)
         if any(packed.codes.device != masters[name].device for name, packed in self.experts.items()):
             self._pack_anew()  # the model was moved
         elif self.experts:
@@ -92,8 +113,12 @@ class Twin:
             self.packed.update_all({name: masters[name] for name in self.experts}, force=True)
         if ranges is not None:
             session.adopt_ranges(ranges)
-        if self.copies:
+        if regrown:
+            _grow(self, module)
+        if self.copies and not regrown:
             copy_tensors(self.source, module, skip=self.experts)
+        elif self.copies:
+            own_tensors(module, skip=self.experts)
         else:
             share_tensors(self.source, module)
         session.version += 1
@@ -143,7 +168,7 @@ class Twin:
         recording.trace.append(tokens.keys, rows, self.version, table, valid=tokens.valid)
 
 
-class RolloutModule(nn.Module):
+class RolloutModule(OwnDecoding):
     """Mixed into the model's class for a twin: forward through packed experts, ``refit()``, ``generate()``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,16 +202,7 @@ class RolloutModule(nn.Module):
         own = getattr(super(), "generate", None)
         if own is None:
             raise GuidanceError(f"{twin.session.cls.__name__} has no generate(); call the twin's forward instead")
-        if len(args) > 1:  # generate(inputs, generation_config, ...)
-            kwargs["generation_config"] = args[1]
-        config = copy.copy(kwargs.get("generation_config"))
-        if config is None:
-            kwargs.setdefault("disable_compile", True)
-        else:
-            config.disable_compile = True
-            kwargs["generation_config"] = config
-        if len(args) > 1:
-            args = (args[0], kwargs.pop("generation_config"), *args[2:])
+        args, kwargs, config = uncompiled(args, kwargs)
 
         def chosen(name: str) -> Any:
             """A setting as generate() resolves it: the call's own, its configuration's, the model's."""
@@ -204,22 +220,31 @@ class RolloutModule(nn.Module):
             "twins of its own"
         )
 
-    @contextlib.contextmanager
-    def _optimize_model_for_decode(self) -> Iterator[None]:
-        # transformers swaps the experts' spelling for decoding on GPUs; here both spellings lower to the same op.
-        yield
-
 
 def make_twin(session: Session, source: nn.Module, *, copies: bool) -> nn.Module:
     """Build a twin of ``source`` and fit it."""
-    module = share_tree(source, cls=subclass(session.cls, RolloutModule))
+    cls = subclass(session.cls, RolloutModule)
+    module = cls.__new__(cls)
+    twin = Twin(session, source, copies)
+    _grow(twin, module)
+    if copies:
+        own_tensors(module, skip=twin.experts)
+    twin.tracker.eos_token_ids = _eos_ids(module)
+    twin.refit(module)
+    session.add_twin(module, twin.engine)
+    weakref.finalize(module, twin.release)
+    return module
+
+
+def _grow(twin: Twin, module: nn.Module) -> None:
+    """Make ``module`` the root of a tree like the trainer's, over the same tensors. Settings that it has stay."""
+    settings = {n: v for n, v in module.__dict__.items() if n in ("config", "generation_config")}
+    share_tree(twin.source, into=module)
+    own_configs(module, settings)
     for name in [n for n in module.__dict__ if n.startswith("_trace_compile")]:
         del module.__dict__[name]
-    twin = Twin(session, source, module, copies)
     object.__setattr__(module, ATTRIBUTE, twin)
     module.eval()
-    twin.refit(module)
-    return module
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,7 +39,7 @@ class Options:
     """What ``trace_compile`` was called with; see there."""
 
     strict: bool = True
-    compiler: str = "eager"
+    compiler: str | None = None
     last: float = 0.5
     max_staleness: int = 3
     replay_routing: bool = False
@@ -121,6 +122,7 @@ class Session:
         self.recording: Recording | None = None
         self.weights = PackedWeights()
         self.tracker = TokenTracker()
+        self._twins: list[tuple[weakref.ref[nn.Module], Engine]] = []
         self.engine = self.new_engine(self._pack_live)
 
     def new_engine(self, pack: Callable[[MoERegion, str, Tensor], Packed]) -> Engine:
@@ -130,6 +132,16 @@ class Session:
         return Engine(
             self.cls.forward, runtime, compiler=o.compiler, disabled_passes=o.disabled_passes, dump_dir=o.dump_dir
         )
+
+    def add_twin(self, module: nn.Module, engine: Engine) -> None:
+        """Know of a new twin without keeping it alive."""
+        self._twins = [(twin, e) for twin, e in self._twins if twin() is not None]
+        self._twins.append((weakref.ref(module), engine))
+
+    @property
+    def twin_engines(self) -> list[Engine]:
+        """Those of the twins that there are, oldest first."""
+        return [engine for twin, engine in self._twins if twin() is not None]
 
     def _pack_live(self, region: MoERegion, which: str, param: Tensor) -> Packed:
         expert, layout = region.weight(which)
