@@ -31,7 +31,7 @@ def check_exports(arm: Arm, problems: list[Problem], out: Path) -> list[ExportCh
     rollouts = arm.generate(problems, 0).rollouts
     references = {
         "quantized weights": _response_logits(_quantized(arm), rollouts),
-        f"{arm.name} rollout": rollouts.logits[rollouts.sampled],
+        f"{arm.name} rollout": _response_logits(arm.twin, rollouts),
     }
     checks = []
     for format in FORMATS:

@@ -24,8 +24,7 @@ class Rollouts:
     Attributes:
         ids: i64 ``[B, P+R]``. attention: i64 ``[B, P+R]``, 1 on prompt and response tokens.
         prompt_length: P.
-        logits: f32 ``[B, R, V]``, the rollout's own, from which each response token was sampled at temperature 1.
-        log_probs: f32 ``[B, R]``, their log-probabilities of the sampled tokens.
+        log_probs: f32 ``[B, R]``, the rollout's own log-probabilities of the tokens it sampled.
         sampled: bool ``[B, R]``, response tokens up to and including the full stop.
         rewards: f32 ``[B]`` in [0, 1].
     """
@@ -33,7 +32,6 @@ class Rollouts:
     ids: Tensor
     attention: Tensor
     prompt_length: int
-    logits: Tensor
     log_probs: Tensor
     sampled: Tensor
     rewards: Tensor
@@ -73,14 +71,32 @@ def sample(
 ) -> Rollouts:
     """One response to each of ``problems`` (repeat a problem for a group), by cached decoding at temperature 1.
 
-    The log-probabilities come from the raw logits of the very forwards that were sampled from. ``forced``,
-    i64 ``[B, R]``: responses to take instead of sampling, so that several models decode the same tokens.
+    A twin decodes by its own loop, any other model by ``generate()``; the log-probabilities are those of the very
+    forwards that were sampled from. ``forced``, i64 ``[B, R]``: responses to take instead of sampling, so that several
+    models decode the same tokens.
     """
-    prompts, mask = prompt_batch(problems, task.prompt_length)
+    prompts, mask = (tensor.to(device) for tensor in prompt_batch(problems, task.prompt_length))
+    length = task.response_length if forced is None else forced.shape[1]
+    if hasattr(model, "sample"):
+        found = model.sample(prompts, mask, max_new_tokens=length, forced=forced, eos_token_id=END, pad_token_id=PAD)
+        ids, log_probs = found.ids, found.log_probs
+    else:
+        ids, log_probs = _generate(model, prompts, mask, length, forced)
+    response = ids[:, task.prompt_length :]
+    ended = (response == END).cumsum(1)
+    sampled = (ended - (response == END).long()) == 0
+    texts = [decode(row[keep].tolist()) for row, keep in zip(response.cpu(), sampled.cpu())]
+    rewards = torch.tensor([task.reward(problem, text) for problem, text in zip(problems, texts)])
+    attention = torch.cat([mask, sampled.long()], 1)
+    return Rollouts(ids, attention, task.prompt_length, log_probs, sampled, rewards)
+
+
+def _generate(model: Any, prompts: Tensor, mask: Tensor, length: int, forced: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ids i64 ``[B, P+R]`` and log-probabilities f32 ``[B, R]`` of the sampled tokens, by transformers."""
     output = model.generate(
-        input_ids=prompts.to(device),
-        attention_mask=mask.to(device),
-        max_new_tokens=task.response_length if forced is None else forced.shape[1],
+        input_ids=prompts,
+        attention_mask=mask,
+        max_new_tokens=length,
         do_sample=True,
         temperature=1.0,
         top_k=0,
@@ -90,17 +106,11 @@ def sample(
         use_cache=True,
         output_logits=True,
         return_dict_in_generate=True,
-        logits_processor=[] if forced is None else [_Forced(forced, task.prompt_length)],
+        logits_processor=[] if forced is None else [_Forced(forced, prompts.shape[1])],
     )
-    response = output.sequences[:, task.prompt_length :]
+    response = output.sequences[:, prompts.shape[1] :]
     logits = torch.stack(output.logits, 1).float()
-    log_probs = logits.log_softmax(-1).gather(-1, response[..., None])[..., 0]
-    ended = (response == END).cumsum(1)
-    sampled = (ended - (response == END).long()) == 0
-    texts = [decode(row[keep].tolist()) for row, keep in zip(response.cpu(), sampled.cpu())]
-    rewards = torch.tensor([task.reward(problem, text) for problem, text in zip(problems, texts)])
-    attention = torch.cat([mask.to(device), sampled.long()], 1)
-    return Rollouts(output.sequences, attention, task.prompt_length, logits, log_probs, sampled, rewards)
+    return output.sequences, logits.log_softmax(-1).gather(-1, response[..., None])[..., 0]
 
 
 def train_batch(rollouts: Rollouts, advantages: Tensor, rows: Tensor) -> TrainBatch:
