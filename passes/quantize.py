@@ -84,12 +84,12 @@ def _packed(
     if scheme.weight is None:
         dtypes = (torch.uint8, torch.uint8, torch.float32) * 2
         return tuple(at.method("new_empty", x, (0,), dtype=dtype) for dtype in dtypes)
-    block, found = FORMATS[scheme.weight.fmt].block, []
+    fmt, found = FORMATS[scheme.weight.fmt], []
     for which, weight in (("w13", w13), ("w2", w2)):
         experts, n, k = fake(weight).shape
         parts = {
             "codes": ((experts, n, k // 2), torch.uint8),
-            "scales": ((experts, n, k // block), torch.uint8),
+            "scales": ((experts, n, fmt.scale_bytes(k)), torch.uint8),
             "outer": ((experts,), torch.float32),
         }
         for part, (dims, dtype) in parts.items():

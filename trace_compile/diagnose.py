@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.errors import GuidanceError
-from trace_compile.numerics import amax as finite_amax
-from trace_compile.numerics import decode_blocks, guided_blocks, outer_scale, quantize_blocks, unpack_nibbles
+from trace_compile.numerics import decode_blocks, guided_blocks, unpack_nibbles
+from trace_compile.ops.rows import quantize_rows
 from trace_compile.runtime import Call
 from trace_compile.session import Session
 from trace_compile.state.trace import Guidance, Trace
-
-_FMT = "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -89,21 +87,24 @@ def _compare(
     x = x[hit]
     width = x.shape[-1]
     codes, scales = unpack_nibbles(guide[:, : width // 2]), guide[:, width // 2 :]
-    rollout = _value(codes, scales, outer)
+    train, generate = session.recipe.schemes(traced=bool(session.outer))
+    assert generate is not None and generate.act is not None  # else there would be no record
+    fmt = generate.act.fmt
+    rollout = _value(codes, scales, outer, fmt)
 
-    own_outer = outer_scale(finite_amax(x, -1), _FMT, "pow2")
-    if session.outer:
-        own_outer = session.outer[region, "gate_up"].to(x.device).expand_as(own_outer)
-    own = _value(*quantize_blocks(x, own_outer, _FMT, "pow2"), own_outer)
+    act = generate.act if train is None or train.act is None else train.act
+    traced = session.outer[region, "gate_up"].to(x.device) if session.outer else None
+    rows = quantize_rows(x, act, traced, torch.ones(x.shape[0], dtype=torch.bool, device=x.device))
+    own = rows.dequantize(torch.float32)
 
-    full = _value(guided_blocks(x, scales, outer, codes=codes, fmt=_FMT), scales, outer)
-    recipe = session.recipe
-    if recipe.train is None or recipe.train.act is None:
+    full = _value(guided_blocks(x, scales, outer, codes=codes, fmt=fmt), scales, outer, fmt)
+    guidance = session.recipe.guidance if session.guiding is not None else "none"
+    if train is None or train.act is None:
         used = x
-    elif recipe.guidance == "none" or session.guiding is None:
+    elif guidance == "none":
         used = own
-    elif recipe.guidance == "bit":
-        used = _value(guided_blocks(x, scales, outer, bits=codes & 1, fmt=_FMT), scales, outer)
+    elif guidance == "bit":
+        used = _value(guided_blocks(x, scales, outer, bits=codes & 1, fmt=fmt), scales, outer, fmt)
     else:
         used = full
     differ = own != rollout
@@ -124,5 +125,5 @@ def _share(mask: Tensor) -> float:
     return float(mask.float().mean()) if mask.numel() else 0.0
 
 
-def _value(codes: Tensor, scales: Tensor, outer: Tensor) -> Tensor:
-    return decode_blocks(codes, scales, _FMT, torch.float32) * outer[:, None]
+def _value(codes: Tensor, scales: Tensor, outer: Tensor, fmt: str) -> Tensor:
+    return decode_blocks(codes, scales, fmt, torch.float32) * outer[:, None]

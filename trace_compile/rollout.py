@@ -164,7 +164,9 @@ class Twin:
         """Record rows uint8 [T, R] of this twin's weights under the scales in force."""
         sites, table = recording.trace.layout.sites, None
         if sites and not all(site.outer_bytes for site in sites):
-            table = torch.stack([self.session.outer[site.region, site.projection] for site in sites])
+            table = torch.ones(len(sites))  # what formats without outer scales have
+            if self.session.outer:
+                table = torch.stack([self.session.outer[site.region, site.projection] for site in sites])
         recording.trace.append(tokens.keys, rows, self.version, table, valid=tokens.valid)
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from trace_compile.engine import Engine
 from trace_compile.errors import GuidanceError, NoMoERegionError
+from trace_compile.numerics import FORMATS
+from trace_compile.ops.rows import outer_bytes
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import PROJECTIONS, MoERegion
@@ -184,9 +186,12 @@ class Session:
         _, scheme = self.recipe.schemes(traced=bool(self.outer))
         if kind == "ranges" or scheme is None or scheme.act is None:
             return RecordLayout((), routings)
-        guided = self.guided_regions()
-        outer_bytes: Literal[0, 1] = 0 if scheme.act.outer == "traced" else 1
-        sites = (Site(r.name, "gate_up", r.hidden, kind, outer_bytes) for r in self.regions if r.name in guided)
+        guided, fmt = self.guided_regions(), FORMATS[scheme.act.fmt]
+        sites = (
+            Site(r.name, "gate_up", r.hidden, kind, outer_bytes(scheme.act), fmt.block, fmt.scale.bytes)
+            for r in self.regions
+            if r.name in guided
+        )
         return RecordLayout(tuple(sites), routings)
 
     @property

@@ -13,8 +13,10 @@ from torch import Tensor
 from tests.numerics.cases import adversarial, element_codes, same_bits
 from trace_compile.errors import OperandError
 from trace_compile.numerics import (
+    FORMATS,
     decode_blocks,
     decode_e4m3,
+    finite_scales,
     guided_blocks,
     guided_round,
     oracle,
@@ -78,19 +80,18 @@ def drifted(seed: int, drift: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("drift", [0.02, 0.5])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp4_macro", "hif4"])
 def test_blocks_equal_the_oracle(fmt: str, drift: float) -> None:
     x, y = drifted(1, drift)
     q = quantize(x, fmt)
     full = guided_blocks(y, q.scales, q.outer, codes=q.codes, fmt=fmt)
     bit = guided_blocks(y, q.scales, q.outer, bits=q.codes & 1, fmt=fmt)
-    ones = torch.ones(16 if fmt == "nvfp4" else 32, dtype=torch.uint8) * 2  # code 2 is 1.0
-    scale = decode_blocks(ones.repeat(q.scales.shape[-1]).expand_as(x), q.scales, fmt).double() * (
-        q.outer.double().unsqueeze(-1)
-    )
+    element = FORMATS[fmt].element
+    ones = torch.full(x.shape, element.codebook.index(1.0), dtype=torch.uint8)
+    scale = decode_blocks(ones, q.scales, fmt).double() * q.outer.double().unsqueeze(-1)
     for v, s, code, f, b in zip(*(t.flatten().tolist() for t in (y, scale, q.codes, full, bit)), strict=True):
-        assert f == oracle.guided_code(v, s, code=code), (v, s, code)
-        assert b == oracle.guided_code(v, s, bit=code & 1), (v, s, code)
+        assert f == oracle.guided_code(v, s, code=code, element=element), (v, s, code)
+        assert b == oracle.guided_code(v, s, bit=code & 1, element=element), (v, s, code)
 
 
 def test_blocks_equal_values() -> None:
@@ -131,6 +132,24 @@ def test_every_scale_byte_can_guide() -> None:
     assert decode_blocks(out, scales)[0x7F].isnan().all()
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp4_macro", "hif4"])
+def test_poison_in_other_formats(fmt: str) -> None:
+    """Exactly the block with NaN or Inf decodes to NaN, and its scale bytes are those that quantizing it gives."""
+    block = FORMATS[fmt].block
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(6))
+    q = quantize(x, fmt)
+    y = x.clone()
+    y[1, 200], y[2, 3] = torch.nan, torch.inf
+    scales = poison_scales(y, q.scales, fmt)
+    expected = torch.zeros(3, 256 // block, dtype=torch.bool)
+    expected[1, 200 // block] = expected[2, 0] = True
+    decoded = decode_blocks(guided_blocks(y, scales, None, codes=q.codes, fmt=fmt), scales, fmt)
+    assert torch.equal(decoded.isnan(), expected.repeat_interleave(block, -1))
+    assert torch.equal(finite_scales(scales, fmt), torch.tensor([True, False, False]))
+    assert torch.equal(finite_scales(quantize(y, fmt).scales, fmt), torch.tensor([True, False, False]))
+    assert torch.equal(scales[0], q.scales[0])
+
+
 def test_poison_keeps_nan_visible() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
     q = quantize(x)
@@ -153,7 +172,7 @@ def test_options_are_checked() -> None:
         guided_blocks(x, scales, torch.ones(()))
     with pytest.raises(OperandError, match="exactly one"):
         guided_blocks(x, scales, torch.ones(()), codes=codes, bits=codes & 1)
-    with pytest.raises(OperandError, match="E2M1"):
+    with pytest.raises(OperandError, match="E2M1 and S1P2"):
         guided_blocks(x, scales, None, codes=codes, fmt="mxfp8_e4m3")
     with pytest.raises(OperandError, match="exactly one"):
         guided_round(x)

@@ -31,6 +31,25 @@ def test_hif4() -> None:
     assert values == {0: 7.0, 1: -2.0, 2: 3.0, 4: 3.0, 8: 2.0, 12: 0.75, 63: -0.0}
 
 
+def test_mxfp4_macro() -> None:
+    """amax 7 -> 7/6 = 1 + 42.67/256 -> m = 43, factor 1.16797; 7/factor = 5.99 -> exponent 0 (in [4, 8)), element 6."""
+    x = torch.zeros(128)
+    x[0] = 7.0  # 5.993 -> 6
+    x[1] = -3.0  # 2.569 -> 3 (2.5 is the tie)
+    x[2] = 2.9  # 2.483 -> 2
+    x[40] = 0.3  # second block: 0.25686 in [2^-2, 2^-1) -> exponent -4; 4.11 -> 4
+    q = quantize(x, "mxfp4_macro")
+    assert {i: int(c) for i, c in enumerate(q.codes) if c} == {0: 7, 1: 8 | 5, 2: 4, 40: 6}
+    assert q.scales.tolist() == [127, 123, 0, 0, 43]
+    factor = 1 + 43 / 256
+    assert [q.dequantize()[i].item() for i in (0, 1, 2, 40)] == [6 * factor, -3 * factor, 2 * factor, factor / 4]
+    assert FORMATS["mxfp4_macro"].bits_per_value == 4.3125
+    assert quantize(torch.full((128,), 6.0), "mxfp4_macro").scales.tolist() == [127] * 4 + [0]
+    # 11.99/6 = 1.9983 = 1 + 255.57/256: rounds up to the next power of two, which E8M0 itself has.
+    carried = quantize(torch.full((128,), 11.99), "mxfp4_macro")
+    assert carried.scales.tolist() == [128] * 4 + [0] and carried.dequantize()[0] == 12.0
+
+
 def test_hif4_ends_of_the_range() -> None:
     zero, tiny, huge = (quantize(torch.full((64,), v), "hif4") for v in (0.0, 1e-30, 3e38))
     assert zero.scales.tolist() == tiny.scales.tolist() == [0, 0, 0, 0]

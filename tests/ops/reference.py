@@ -182,15 +182,18 @@ class Reference:
     grads: list[Tensor]  # of case.leaves, for dy
 
 
-def reference(case: Case, dy: Tensor, xq: Tensor | None, hq: Tensor | None) -> Reference:
+def reference(
+    case: Case, dy: Tensor, xq: Tensor | None, hq: Tensor | None, weights: list[Tensor] | None = None
+) -> Reference:
     """The formula of the region in float64, differentiated by autograd.
 
-    ``xq [T, H]`` and ``hq [T, K, I]`` are the values the quantizers gave (None: not quantized). Gradients pass each
-    quantizer as ``q = v + stopgrad(q - v)``.
+    ``xq [T, H]`` and ``hq [T, K, I]`` are the values the quantizers gave (None: not quantized), ``weights`` those of
+    w13 and w2 (None: as ``numerics.quantize`` gives them). Gradients pass each quantizer as
+    ``q = v + stopgrad(q - v)``.
     """
     x, gates, w13, w2, *biases = (t.detach().double().requires_grad_() for t in case.leaves)
     b13, b2 = biases if biases else (None, None)
-    w13q, w2q = (w + (q - w).detach() for w, q in zip((w13, w2), dequantized_weights(case), strict=True))
+    w13q, w2q = (w + (q - w).detach() for w, q in zip((w13, w2), weights or dequantized_weights(case), strict=True))
     xs = x if xq is None else x + (xq.double() - x).detach()
     tokens, top_k, hidden, _ = case.sizes
     y = torch.zeros(tokens, hidden, dtype=torch.float64, device=x.device)

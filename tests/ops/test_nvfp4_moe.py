@@ -342,8 +342,8 @@ def test_unusable_operands_are_named() -> None:
         make_case(W4A4_TRACED).run()
     with pytest.raises(TraceCompileError, match="w13 or w2 is None"):
         make_case(UNQUANTIZED).run(w13=None, w2=None)
-    with pytest.raises(UnknownFormatError, match="hif4"):
-        make_case(MoEScheme(None, OperandScheme("hif4")), hidden=64, width=64).run()
+    with pytest.raises(UnknownFormatError, match="mxfp8_e4m3"):
+        make_case(MoEScheme(None, OperandScheme("mxfp8_e4m3")), hidden=64, width=64).run()
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ def test_non_finite_weights_are_refused_by_name(bad: float) -> None:
 def test_other_refusals() -> None:
     with pytest.raises(BlockSizeError, match=r"down_proj.*40"):
         pack_experts(weights(k=40), WeightLayout(), EXPERT, name="down_proj")
-    for fmt in ("hif4", "fp8_e4m3", "int4_g32", "nvfp5"):
+    for fmt in ("fp8_e4m3", "mxfp8_e4m3", "nvfp5"):
         with pytest.raises(UnknownFormatError, match=fmt):
             pack_experts(weights(k=128), WeightLayout(), OperandScheme(fmt, outer="expert"))
 

@@ -4,6 +4,7 @@ package.
 
 from trace_compile.numerics.blocks import (
     decode_blocks,
+    finite_scales,
     guided_blocks,
     poison_scales,
     quantize_blocks,
@@ -37,6 +38,7 @@ __all__ = [
     "decode_exponent",
     "encode_e4m3",
     "encode_exponent",
+    "finite_scales",
     "format_of",
     "guided_blocks",
     "guided_round",

@@ -1,8 +1,8 @@
 """The quantizer: blocks of K to codes and scale bytes, with own scales or guided by a rollout's, and back.
 
 Invariants (numerics contract):
-  decode = element * block scale, exact in float32 (NVFP4, MXFP4, HiF4: exact in bfloat16 too); times the outer scale it
-    is the value.
+  decode = element * block scale, exact in float32 except for INT4 (NVFP4, MXFP4, HiF4: exact in bfloat16 too); times
+    the outer scale it is the value.
   A block with NaN or Inf gets the NaN scale byte and magnitude codes 0 (signs kept); every other block is what it would
     be without it.
   Every input dtype is rounded to float32 first, so equal values give equal bytes whatever the dtype, layout or
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from trace_compile.errors import BlockSizeError, OperandError
-from trace_compile.numerics import hif4
+from trace_compile.numerics import hif4, macro
 from trace_compile.numerics.codec import (
     EXPONENT_BIAS,
     EXPONENT_MASK,
     MANTISSA_BITS,
     bits_of,
     decode,
+    decode_e4m3,
     encode_magnitude,
     join_sign,
     sign_code,
 )
 from trace_compile.numerics.formats import (
-    E2M1,
     E4M3,
     PROFILES,
     Choice,
@@ -65,6 +65,9 @@ def quantize_blocks(
         return hif4.encode(x)
     g = _outer_column(x, outer, f)
     magnitude, sign = x.abs(), sign_code(x, f.element)
+    if f.scale is ScaleKind.MACRO:
+        codes, scales = macro.encode(magnitude, p)
+        return join_sign(codes, sign, f.element), scales
     a = block_amax(magnitude, f.block)
     scales = encode_scales(a, g, f, p)
     if p.choice is None or f.scale is not ScaleKind.E4M3:
@@ -93,12 +96,15 @@ def guided_blocks(
     (numerics 2).
 
     Exactly one of ``codes`` (uint8 [..., K], full guidance) and ``bits`` (uint8 0/1 [..., K], the rollout's mantissa
-    bits). E2M1 formats with a power-of-two outer scale. Returns uint8 [..., K]. A non-finite x gives some code: the
-    caller keeps it visible with ``poison_scales``.
+    bits). Formats of 4-bit floats (E2M1, S1P2), whose lowest code bit alternates along the signed line; z = x / (s*g)
+    is the IEEE quotient. Returns uint8 [..., K]. A non-finite x gives some code: the caller keeps it visible with
+    ``poison_scales``.
     """
     f = format_of(fmt)
-    if f.element is not E2M1:
-        raise OperandError(f"guided rounding is defined for E2M1 elements, not for format {fmt!r} ({f.element.name})")
+    if not f.operand:
+        raise OperandError(
+            f"guided rounding is defined for E2M1 and S1P2 elements, not for format {fmt!r} ({f.element.name})"
+        )
     if (codes is None) == (bits is None):
         raise OperandError("guided rounding takes exactly one of codes= (full) and bits= (1-bit)")
     x = _checked(x, f)
@@ -124,15 +130,14 @@ def bracket(u: Tensor, negative: Tensor, element: Element) -> Tensor:
     k+1}.
 
     A codeword's bracket goes up from it, so a negative codeword's goes toward 0: its magnitude is taken one ulp lower.
-    k counts codewords up to that magnitude; normal codes are the top bits of the float32, the subnormal one is its
-    binade. E2M1 only (one subnormal).
+    k counts codewords up to that magnitude: normal codes are the top bits of the float32, subnormal ones a fixed grid.
     """
-    raw = bits_of(u) + negative
+    raw = (bits_of(u) + negative).clamp_(min=0)
     shift = MANTISSA_BITS - element.mantissa_bits
+    first_normal = 1 << element.mantissa_bits
+    subnormal = (raw.view(torch.float32) / element.codebook[1]).clamp_(max=first_normal).to(torch.int32)
     normal = (raw >> shift).sub_((EXPONENT_BIAS - element.bias) << element.mantissa_bits)
-    subnormal = raw.bitwise_right_shift_(MANTISSA_BITS).sub_(EXPONENT_BIAS - element.bias - 1)
-    low = torch.maximum(normal, subnormal)
-    return low.clamp_(0, element.top - 1).to(torch.uint8)
+    return torch.maximum(normal, subnormal).clamp_(0, element.top - 1).to(torch.uint8)
 
 
 def poison_scales(x: Tensor, scales: Tensor, fmt: str = "nvfp4") -> Tensor:
@@ -141,8 +146,26 @@ def poison_scales(x: Tensor, scales: Tensor, fmt: str = "nvfp4") -> Tensor:
     """
     f = format_of(fmt)
     x = _checked(x, f)
-    nan_byte = E8M0_NAN if f.scale is ScaleKind.E8M0 else E4M3.nan_code
-    return torch.where(bits_of(block_amax(x.abs(), f.block)) >= EXPONENT_MASK, nan_byte, scales).to(torch.uint8)
+    poisoned = bits_of(block_amax(x.abs(), f.block)) >= EXPONENT_MASK
+    nan_byte = E4M3.nan_code if f.scale is ScaleKind.E4M3 else E8M0_NAN
+    if f.scale.bytes > 1:
+        poisoned = poisoned.repeat_interleave(f.scale.bytes, -1) & _holds_nan(scales, f)
+    return torch.where(poisoned, nan_byte, scales).to(torch.uint8)
+
+
+def finite_scales(scales: Tensor, fmt: str = "nvfp4") -> Tensor:
+    """bool [...]: no scale byte [..., bytes of a row] is the NaN byte. Formats of 4-bit floats."""
+    f = format_of(fmt)
+    if f.scale is ScaleKind.E4M3:
+        return decode_e4m3(scales).isfinite().all(-1)
+    nan = scales == E8M0_NAN
+    return ~(nan if f.scale.bytes == 1 else nan & _holds_nan(scales, f)).any(-1)
+
+
+def _holds_nan(scales: Tensor, f: Format) -> Tensor:
+    """bool [bytes of a row]: bytes that carry a poisoned block's NaN (HiF4: the first of four; MACRO: all but m)."""
+    position = torch.arange(scales.shape[-1], device=scales.device) % f.scale.bytes
+    return position < (1 if f.scale is ScaleKind.HIF4 else f.scale.bytes - 1)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, fmt: str = "nvfp4", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -152,6 +175,8 @@ def decode_blocks(codes: Tensor, scales: Tensor, fmt: str = "nvfp4", dtype: torc
     f = format_of(fmt)
     if f.scale is ScaleKind.HIF4:
         return hif4.decode(codes, scales).to(dtype)
+    if f.scale is ScaleKind.MACRO:
+        return macro.decode_values(codes, scales).to(dtype)
     values = decode(codes, f.element)
     if f.scale is not ScaleKind.NONE:
         values = _blocks(values, f.block).mul_(decode_scales(scales, f).unsqueeze(-1)).flatten(-2)
@@ -178,6 +203,10 @@ def _encode(magnitude: Tensor, scales: Tensor, g: Tensor, f: Format, p: Profile)
 
 def _scaled(magnitude: Tensor, scales: Tensor, g: Tensor, f: Format, p: Profile) -> Tensor:
     """float32 |x| (overwritten) over its scales [..., K]; NaN under a NaN scale; 0 under a zero scale of own making."""
+    if f.scale is ScaleKind.HIF4:
+        return hif4.scaled(magnitude, scales)
+    if f.scale is ScaleKind.MACRO:
+        return macro.scaled(magnitude, scales)
     blocks = _blocks(magnitude, f.block)
     if f.scale is ScaleKind.E8M0:
         return blocks.mul_(reciprocal_of_e8m0(scales).unsqueeze(-1)).flatten(-2)

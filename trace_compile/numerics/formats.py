@@ -88,6 +88,7 @@ class ScaleKind(Enum):
     E8M0 = ("e8m0", 1)  # 2^(byte - 127); 0xFF is NaN
     FLOAT32 = ("float32", 4)  # little-endian float32
     HIF4 = ("hif4", 4)  # E6M2 byte, 8 one-bit factors (1 byte), 16 one-bit factors (2 bytes, little-endian)
+    MACRO = ("macro", 5)  # four E8M0 bytes, one per quarter of the block, and the byte m of a common factor 1 + m/256
 
     @property
     def bytes(self) -> int:
@@ -111,12 +112,27 @@ class Format:
         """Bits per value without the outer scale."""
         return self.element.bits + 8 * self.scale.bytes / self.block
 
+    def scale_bytes(self, k: int) -> int:
+        """Bytes of block scales in a row of ``k`` elements, a multiple of the block."""
+        return k // self.block * self.scale.bytes
+
+    @property
+    def operand(self) -> bool:
+        """Whether an activation can have this format: 4-bit floats whose dequantised values a GEMM takes as they are.
+
+        INT4's float32 scales are for weights, which are rounded once to the compute dtype.
+        """
+        return self.element.bits == 4 and self.scale in _OPERAND_SCALES
+
+
+_OPERAND_SCALES = (ScaleKind.E4M3, ScaleKind.E8M0, ScaleKind.HIF4, ScaleKind.MACRO)
 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("nvfp4", E2M1, 16, ScaleKind.E4M3, outer=True),
         Format("mxfp4", E2M1, 32, ScaleKind.E8M0, outer=False),
+        Format("mxfp4_macro", E2M1, 128, ScaleKind.MACRO, outer=False),
         Format("mxfp8_e4m3", E4M3, 32, ScaleKind.E8M0, outer=False),
         Format("mxfp8_e5m2", E5M2, 32, ScaleKind.E8M0, outer=False),
         Format("hif4", S1P2, 64, ScaleKind.HIF4, outer=False),

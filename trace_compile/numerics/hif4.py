@@ -21,6 +21,7 @@ from trace_compile.numerics.codec import (
 )
 from trace_compile.numerics.codec import decode as decode_elements
 from trace_compile.numerics.formats import FORMATS, S1P2
+from trace_compile.numerics.scales import divide
 
 BLOCK = FORMATS["hif4"].block
 NAN_BYTE = 0xFF
@@ -71,12 +72,25 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """Inverse of the encoding: float32 [..., K], exact; NaN where the E6M2 byte is 0xFF."""
+    values = decode_elements(codes, S1P2).unflatten(-1, (-1, BLOCK // _NARROW, _NARROW))
+    return values.mul_(_factors(scales).unsqueeze(-1)).flatten(-3)
+
+
+def scaled(magnitude: Tensor, scales: Tensor) -> Tensor:
+    """float32 |x| [..., K] over its scale, the IEEE quotient: elements before rounding; NaN under the NaN byte.
+
+    For guided rounding, whose bracket is defined by the exact quotient; the encoder multiplies by a reciprocal.
+    """
+    groups = magnitude.unflatten(-1, (-1, BLOCK // _NARROW, _NARROW))
+    return divide(groups, _factors(scales).unsqueeze(-1)).flatten(-3)
+
+
+def _factors(scales: Tensor) -> Tensor:
+    """Scale of each group of four, float32 [..., blocks, 16]."""
     quad = scales.unflatten(-1, (-1, 4))
     byte = quad[..., :1].to(torch.int32)
     mantissa = 1.0 + (byte & 3).float() / 4.0
     scale = mantissa * power_of_two((byte >> _E6M2_MANTISSA_BITS) - _E6M2_EXPONENT_OFFSET)
     scale = torch.where(byte == NAN_BYTE, torch.nan, scale)
     e8, e16 = unpack_bits(quad[..., 1:2]), unpack_bits(quad[..., 2:])
-    factor = scale * (1 << (e8.repeat_interleave(_WIDE // _NARROW, -1) + e16)).float()
-    values = decode_elements(codes, S1P2).unflatten(-1, (-1, BLOCK // _NARROW, _NARROW))
-    return values.mul_(factor.unsqueeze(-1)).flatten(-3)
+    return scale * (1 << (e8.repeat_interleave(_WIDE // _NARROW, -1) + e16)).float()

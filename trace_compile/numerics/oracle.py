@@ -119,10 +119,13 @@ def quantize_block(block: list[float], g: Fraction, f: Format, p: Profile) -> tu
             ScaleKind.E8M0: [0xFF],
             ScaleKind.FLOAT32: [0x00, 0x00, 0xC0, 0x7F],
             ScaleKind.HIF4: [0xFF, 0, 0, 0],
+            ScaleKind.MACRO: [0xFF, 0xFF, 0xFF, 0xFF, 0],
         }[f.scale]
         return [signed(0, v, f.element) for v in block], nan
     if f.scale is ScaleKind.HIF4:
         return _hif4_block(block, f.element)
+    if f.scale is ScaleKind.MACRO:
+        return _macro_block(block, p)
     if f.scale is ScaleKind.NONE:
         return [signed(encode(rounded(abs(Fraction(v)) / g), f.element), v, f.element) for v in block], []
     amax = max(abs(Fraction(v)) for v in block)
@@ -219,24 +222,48 @@ def _hif4_block(block: list[float], element: Element) -> tuple[list[int], list[i
     return codes, [byte, *factors.to_bytes(3, "little")]
 
 
-def bracket(z: Fraction) -> tuple[Fraction, Fraction]:
-    """The two adjacent signed E2M1 codewords around z clipped to +-6; from a codeword going up, {4, 6} at 6."""
-    book = [Fraction(v) for v in E2M1.codebook]
+def _macro_block(block: list[float], p: Profile) -> tuple[list[int], list[int]]:
+    """128 values: a factor 1 + m/256 from their amax/6, then MXFP4 of the quotients."""
+    target = rounded(max(abs(Fraction(v)) for v in block) / 6)
+    m = 0
+    if target >= Fraction(2) ** FLOAT32_LOWEST:
+        m = round((target / _binade(target) - 1) * 256) % 256
+    factor = 1 + Fraction(m, 256)
+    codes: list[int] = []
+    scales: list[int] = []
+    for start in range(0, len(block), 32):
+        quotients = [math.copysign(float(rounded(abs(Fraction(v)) / factor)), v) for v in block[start : start + 32]]
+        c, s = quantize_block(quotients, Fraction(1), format_of("mxfp4"), p)
+        codes, scales = codes + c, scales + s
+    return codes, [*scales, m]
+
+
+def _binade(value: Fraction) -> Fraction:
+    """The largest power of two that is at most value > 0."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return Fraction(2) ** (exponent - (Fraction(2) ** exponent > value))
+
+
+def bracket(z: Fraction, element: Element = E2M1) -> tuple[Fraction, Fraction]:
+    """The two adjacent signed codewords around z clipped to the largest; from one going up, the last two at the top."""
+    book = [Fraction(v) for v in element.codebook]
     words = [-v for v in reversed(book[1:])] + book
     z = min(max(z, words[0]), words[-1])
     low = min(bisect_right(words, z) - 1, len(words) - 2)
     return words[low], words[low + 1]
 
 
-def guided_code(x: float, scale: float, *, code: int | None = None, bit: int | None = None) -> int:
+def guided_code(
+    x: float, scale: float, *, code: int | None = None, bit: int | None = None, element: Element = E2M1
+) -> int:
     """The guided code of finite x under scale = s_roll * g_roll > 0: nearest to the rollout's code, or with its
     mantissa bit.
     """
     z = Fraction(x) / Fraction(scale)
-    low, high = bracket(z)
+    low, high = bracket(z, element)
     if code is not None:
-        target = Fraction(decode(code, E2M1))
+        target = Fraction(decode(code, element))
         q = low if abs(low - target) <= abs(high - target) else high
     else:
-        q = low if E2M1.codebook.index(abs(low)) % 2 == bit else high
-    return signed(E2M1.codebook.index(abs(q)), float(q) if q else x, E2M1)
+        q = low if element.codebook.index(abs(low)) % 2 == bit else high
+    return signed(element.codebook.index(abs(q)), float(q) if q else x, element)

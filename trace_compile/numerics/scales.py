@@ -1,4 +1,4 @@
-"""From amax to scales: the outer scale, and the per-block scale bytes of every format but HiF4.
+"""From amax to scales: the outer scale, and the per-block scale bytes of formats with one number per block.
 
 Powers of two are computed on exponent bits. Every other operation of a profile is one correctly rounded float32
 operation: a division or reciprocal goes through float64, because float32 division is not IEEE on every compiler, and
@@ -131,9 +131,7 @@ def _block_scale(a: Tensor, g: Tensor, profile: Profile, m: float) -> Tensor:
 
 
 def decode_scales(scales: Tensor, fmt: Format) -> Tensor:
-    """Raw scale bytes -> float32 [..., K/block], without the outer scale. HiF4 has its own decoder; no scale ->
-    error.
-    """
+    """Raw scale bytes -> float32 [..., K/block], without the outer scale. HiF4 and MACRO have decoders of their own."""
     if fmt.scale is ScaleKind.E4M3:
         return decode_e4m3(scales)
     if fmt.scale is ScaleKind.E8M0:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..numerics import decode_blocks, unpack_nibbles
 from .grouped import grouped_mm
+from .residual import Extra
 from .routing import Routing
 
 
@@ -23,6 +24,13 @@ class ExpertWeights:
     def transposed(self) -> ExpertWeights:
         """``[E, K, N]``, a view: what multiplies gradients."""
         return ExpertWeights(self.values.transpose(-2, -1), self.outer)
+
+    def augmented(self, extra: Extra | None) -> ExpertWeights:
+        """``[E, N, K + K']``: the columns that multiply ``extra`` follow the weights' own."""
+        if extra is None:
+            return self
+        more = self.values if extra.channels is None else self.values.index_select(-1, extra.channels)
+        return ExpertWeights(torch.cat([self.values, more], -1), self.outer)
 
     @classmethod
     def load(

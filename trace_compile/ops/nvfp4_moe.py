@@ -6,8 +6,9 @@
     expert output       o  = (hq . w2q^T) * g2 * gh + b2
     result              y[t] = sum over k of gate[t, k] * o[t, k], in slot order
 
-The dequantised operands without outer scales (q*s) are exact in bfloat16 and float32, so with power-of-two outer
-scales a GEMM here equals one on FP4 tensor cores up to the order of summation.
+Named after its main format; every 4-bit one runs here. The dequantised operands without outer scales (q*s) are exact in
+float32, and for nvfp4, mxfp4 and hif4 in bfloat16, so with power-of-two outer scales a GEMM here equals one on FP4
+tensor cores up to the order of summation. A scheme with a residual makes both GEMMs longer: see :mod:`.residual`.
 
 Dtype rule, with and without autocast: ``x``'s dtype (bfloat16 or float32) is the compute dtype; pre, act, h and o are
 rounded to it. The masters' dtype does not matter to the forward; their gradients have it. Gates: any float dtype.
@@ -36,8 +37,9 @@ from .checks import same_device, whole_blocks
 from .linear import ExpertWeights, expert_linear
 from .nvfp4_moe_backward import nvfp4_moe_backward
 from .observe import BUCKETS, Diag, diagnosis, expert_amax, expert_counts, histogram, row_amax, saturation
-from .routing import Routing, combine, route
-from .rows import Guide, guide_bytes, guide_rows, operand, quantize_rows, record_bytes, record_rows
+from .residual import operand, residual_of
+from .routing import Routing, combine, route, routed_tokens
+from .rows import Guide, guide_bytes, guide_rows, quantize_rows, record_bytes, record_rows
 from .schema import custom_op
 from .scheme import MoEScheme, OperandScheme
 
@@ -58,11 +60,11 @@ class Out(IntEnum):
     SATURATED = 6  # i64 [2]
     DIAG = 7  # f64 [7]: see observe.Diag
     X_CODES = 8  # from here on: saved for the backward. u8 [T, H/2]
-    X_SCALES = 9  # u8 [T, H/block]
+    X_SCALES = 9  # u8 [T, Format.scale_bytes(H)]
     X_OUTER = 10  # f32 [T]
     PRE = 11  # x.dtype [S, N1]
     H_CODES = 12  # u8 [S, I/2]
-    H_SCALES = 13  # u8 [S, I/block]
+    H_SCALES = 13  # u8 [S, Format.scale_bytes(I)]
     H_OUTER = 14  # f32 [S]
     ORDER = 15  # i64 [S]
     OFFSETS = 16  # i32 [E]
@@ -85,10 +87,10 @@ class NvFp4MoEOperands:
     b13: Tensor | None  # [E, N1]
     b2: Tensor | None  # [E, H]
     c13: Tensor  # u8 [E, N1, H/2]
-    s13: Tensor  # u8 [E, N1, H/block]
+    s13: Tensor  # u8 [E, N1, Format.scale_bytes(H)]
     g13: Tensor  # f32 [E]
     c2: Tensor  # u8 [E, H, I/2]
-    s2: Tensor  # u8 [E, H, I/block]
+    s2: Tensor  # u8 [E, H, Format.scale_bytes(I)]
     g2: Tensor  # f32 [E]
     outer_in: Tensor | None  # f32 [2]
     guide: Tensor | None  # u8 [T, guide_bytes]
@@ -127,9 +129,9 @@ def check(o: NvFp4MoEOperands) -> None:
     """Raises the named error for operands that do not fit together. Looks at shapes and dtypes only."""
     same_device(**{name: t for name, t in vars(o).items() if isinstance(t, Tensor)})
     weight, act = o.schemes.weight, o.schemes.act
-    for scheme in (weight, act):
+    for scheme, activations in ((weight, False), (act, True)):
         if scheme is not None:
-            _check_format(scheme)
+            _check_format(scheme, activations)
             whole_blocks(FORMATS[scheme.fmt].block, hidden=o.x.shape[1], width=o.width)
     if o.x.dtype not in COMPUTE_DTYPES:
         raise UnknownFormatError(
@@ -158,11 +160,13 @@ def check(o: NvFp4MoEOperands) -> None:
             )
 
 
-def _check_format(scheme: OperandScheme) -> None:
+def _check_format(scheme: OperandScheme, activations: bool) -> None:
     fmt = format_of(scheme.fmt)
     profile_of(scheme.profile)
-    if fmt.element.bits != 4 or fmt.scale.bytes != 1:
-        raise UnknownFormatError(f"experts run in 4-bit formats with byte scales (nvfp4, mxfp4), not in {scheme.fmt!r}")
+    if fmt.element.bits != 4 or (activations and not fmt.operand):
+        known = ", ".join(name for name, f in FORMATS.items() if f.element.bits == 4 and (f.operand or not activations))
+        what = "activations" if activations else "expert weights"
+        raise UnknownFormatError(f"{what} are quantized to 4-bit formats ({known}), not to {scheme.fmt!r}")
 
 
 class Counted(NamedTuple):
@@ -174,7 +178,7 @@ class Counted(NamedTuple):
     @classmethod
     def of(cls, expert_ids: Tensor, valid: Tensor | None, routing: Routing) -> Counted:
         routed = ~routing.dropped[:, 0]
-        tokens = routed[routing.inverse].view(expert_ids.shape).any(1)
+        tokens = routed_tokens(routing, *expert_ids.shape)
         if valid is not None:
             tokens = tokens & valid
         return cls(tokens, routed & tokens[routing.token])
@@ -190,23 +194,25 @@ def native(o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
     routing = route(o.expert_ids, experts)
     counted = Counted.of(o.expert_ids, o.valid, routing)
 
-    x, own, guide = None, None, None
+    x, own, guide, more_x, more_h = None, None, None, None, None
     if act is not None:
         x = own = quantize_rows(o.x, act, o.outer_in[0] if o.outer_in is not None else None, counted.tokens)
         if o.guidance != "none":
             assert o.guide is not None and o.guide_outer is not None
             guide = Guide.read(o.guide, o.guide_outer, o.hit, o.guidance, o.x.shape[1], act.fmt)
             x = guide_rows(o.x, own, guide)
-    x_values, x_outer = operand(x, o.x, dtype)
+        more_x = residual_of(o.x, x, act, routed_tokens(routing, tokens, top_k))
+    x_values, x_outer = operand(x, o.x, dtype, more_x)
     x_outer = None if x_outer is None else x_outer[routing.token]
     w13 = ExpertWeights.load(o.w13, o.c13, o.s13, o.g13, weight_fmt, dtype)
-    pre = expert_linear(x_values[routing.token], x_outer, w13, o.b13, routing)
+    pre = expert_linear(x_values[routing.token], x_outer, w13.augmented(more_x), o.b13, routing)
     h = Activation.parse(o.activation).evaluate(pre)
     hq = None
     if act is not None:
         hq = quantize_rows(h, act, o.outer_in[1] if o.outer_in is not None else None, counted.rows)
+        more_h = residual_of(h, hq, act, ~routing.dropped[:, 0])
     w2 = ExpertWeights.load(o.w2, o.c2, o.s2, o.g2, weight_fmt, dtype)
-    out = expert_linear(*operand(hq, h, dtype), w2, o.b2, routing)
+    out = expert_linear(*operand(hq, h, dtype, more_h), w2.augmented(more_h), o.b2, routing)
     weighted = (out * o.gates.reshape(-1)[routing.order].unsqueeze(-1)).masked_fill(routing.dropped, 0)
 
     found: dict[int, Tensor] = {Out.Y: combine(weighted, routing, tokens, top_k).to(dtype)}
@@ -278,13 +284,10 @@ def result_shapes(o: NvFp4MoEOperands) -> dict[int, tuple[int, ...]]:
         if not o.recompute:
             shapes[Out.PRE] = (slots, columns)
         if act is not None:
-            block = FORMATS[act.fmt].block
-            shapes |= {
-                Out.X_CODES: (tokens, hidden // 2),
-                Out.X_SCALES: (tokens, hidden // block),
-                Out.X_OUTER: (tokens,),
-            }
-            shapes |= {Out.H_CODES: (slots, width // 2), Out.H_SCALES: (slots, width // block), Out.H_OUTER: (slots,)}
+            for first, rows, k in ((Out.X_CODES, tokens, hidden), (Out.H_CODES, slots, width)):
+                shapes[first] = (rows, k // 2)
+                shapes[first + 1] = (rows, FORMATS[act.fmt].scale_bytes(k))
+                shapes[first + 2] = (rows,)
     return shapes
 
 
@@ -312,7 +315,13 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
         return
     ctx.master_dtypes = tuple(w.dtype for w in (o.w13, o.w2) if w is not None)
     weight, act = o.schemes.weight, o.schemes.act
-    whole = (o.x if act is None else None, o.gates, *((o.w13, o.w2) if weight is None else (None, None)), o.b13, o.b2)
+    whole = (
+        o.x if act is None or act.residual else None,
+        o.gates,
+        *((o.w13, o.w2) if weight is None else (None, None)),
+        o.b13,
+        o.b2,
+    )
     ctx.save_for_backward(*whole, o.c13, o.s13, o.g13, o.c2, o.s2, o.g2, *output[Out.X_CODES :])
 
 

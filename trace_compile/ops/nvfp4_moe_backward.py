@@ -10,7 +10,8 @@ Quantizers are passed straight through: their gradient is the identity for every
 
 Forward and dgrad use the same quantized weight, wgrad the same quantized (guided) rows. Experts without rows get exact
 zeros. ``recompute`` runs the first GEMM again from the saved packed rows, with the forward's bits, instead of keeping
-``[S, N1]`` pre-activations: about 2/9 more GEMM work per training step when gated.
+``[S, N1]`` pre-activations: about 2/9 more GEMM work per training step when gated. A residual is computed again from
+the whole rows, which are then saved (x) or follow from the pre-activation (h).
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from torch import Tensor
 from .activation import Activation
 from .grouped import grouped_sum, grouped_wgrad
 from .linear import ExpertWeights, expert_linear
-from .routing import combine, routing_of
-from .rows import Rows, operand
+from .residual import dequantized, operand, residual_of
+from .routing import combine, routed_tokens, routing_of
+from .rows import Rows
 from .schema import custom_op
 from .scheme import MoEScheme
 
 
 @dataclass(frozen=True)
 class BackwardOperands:
-    """In schema order. ``x``, ``w13``, ``w2`` are given where the scheme leaves them unquantized; the packed tensors
-    have no elements there. Shapes as in ``NvFp4MoEOperands`` and ``Out``."""
+    """In schema order. ``x``, ``w13``, ``w2`` are given where the scheme leaves them unquantized (x also where it has a
+    residual); the packed tensors have no elements there. Shapes as in ``NvFp4MoEOperands`` and ``Out``."""
 
     dy: Tensor  # [T, H], the compute dtype
     x: Tensor | None
@@ -81,18 +83,23 @@ def native(o: BackwardOperands) -> tuple[Tensor, ...]:
     weight_fmt = schemes.weight.fmt if schemes.weight else None
     w13 = ExpertWeights.load(o.w13, o.c13, o.s13, o.g13, weight_fmt, dtype)
     w2 = ExpertWeights.load(o.w2, o.c2, o.s2, o.g2, weight_fmt, dtype)
-    x, hq = None, None
-    if schemes.act is not None:
-        x = Rows.unpack(o.x_codes, o.x_scales, o.x_outer, schemes.act.fmt)
-        hq = Rows.unpack(o.h_codes, o.h_scales, o.h_outer, schemes.act.fmt)
+    x, hq, more_x, more_h, act = None, None, None, None, schemes.act
+    if act is not None:
+        x = Rows.unpack(o.x_codes, o.x_scales, o.x_outer, act.fmt)
+        hq = Rows.unpack(o.h_codes, o.h_scales, o.h_outer, act.fmt)
+        if act.residual is not None:
+            assert o.x is not None
+            more_x = residual_of(o.x, x, act, routed_tokens(routing, tokens, top_k))
     pre = o.pre
     if o.recompute:
-        values, outer = operand(x, o.x, dtype)
+        values, outer = operand(x, o.x, dtype, more_x)
         outer = None if outer is None else outer[routing.token]
-        pre = expert_linear(values[routing.token], outer, w13, o.b13, routing)
+        pre = expert_linear(values[routing.token], outer, w13.augmented(more_x), o.b13, routing)
     h, vjp = activation.evaluate_and_vjp(pre)
     if hq is not None:
-        h = hq.dequantize(dtype)
+        assert act is not None
+        more_h = residual_of(h, hq, act, ~routing.dropped[:, 0])
+        h = dequantized(hq, more_h, dtype)
 
     dy, gates = o.dy[routing.token], o.gates.reshape(-1)[routing.order].unsqueeze(-1)
     do = (dy * gates).to(dtype)
@@ -111,7 +118,7 @@ def native(o: BackwardOperands) -> tuple[Tensor, ...]:
     db13 = grouped_sum(dpre, routing).to(o.b13.dtype) if o.b13 is not None and o.need_b13 else dy.new_empty(0)
     dw13, dx = dy.new_empty(0), dy.new_empty(0)
     if o.need_w13:
-        rows = o.x if x is None else x.dequantize(dtype)
+        rows = o.x if x is None else dequantized(x, more_x, dtype)
         assert rows is not None
         dw13 = grouped_wgrad(dpre, rows[routing.token], routing)
     if o.need_x:

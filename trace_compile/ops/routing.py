@@ -65,6 +65,11 @@ def routing_of(order: Tensor, offsets: Tensor, top_k: int) -> Routing:
     )
 
 
+def routed_tokens(routing: Routing, tokens: int, top_k: int) -> Tensor:
+    """bool [T]: tokens with at least one route that is not dropped."""
+    return ~routing.dropped[:, 0][routing.inverse].view(tokens, top_k).all(1)
+
+
 def combine(rows: Tensor, routing: Routing, tokens: int, top_k: int) -> Tensor:
     """Sums ``rows [S, H]`` over each token's K slots, in slot order: ``[T, H]``."""
     return rows[routing.inverse].view(tokens, top_k, rows.shape[-1]).sum(dim=1)

@@ -10,6 +10,7 @@ The outer bytes are one exponent byte for powers of two, four bytes of float32 o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..numerics import (
     amax,
     decode_blocks,
     encode_exponent,
+    finite_scales,
     guided_blocks,
     outer_scale,
     pack_bits,
@@ -30,7 +32,6 @@ from ..numerics import (
     unpack_bits,
     unpack_nibbles,
 )
-from ..numerics.scales import decode_scales
 from .scheme import OperandScheme
 
 _ELEMENTS_PER_BYTE = {"bit": 8, "code": 2}
@@ -41,7 +42,7 @@ class Rows:
     """``M`` rows of ``K``. Invariant: ``row[m] = decode(codes[m], scales[m]) * outer[m]``."""
 
     codes: Tensor  # u8 [M, K], one code per byte
-    scales: Tensor  # u8 [M, K/block]
+    scales: Tensor  # u8 [M, Format.scale_bytes(K)]
     outer: Tensor  # f32 [M]
     fmt: str
 
@@ -54,20 +55,12 @@ class Rows:
         return pack_nibbles(self.codes)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """``[M, K]`` without the outer scale; exact in bfloat16 and float32."""
+        """``[M, K]`` without the outer scale; exact in float32, and in bfloat16 for nvfp4, mxfp4 and hif4."""
         return decode_blocks(self.codes, self.scales, self.fmt, dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """``[M, K]``; exact in bfloat16 too where the outer scale is a power of two."""
         return (self.values(torch.float32) * self.outer.unsqueeze(-1)).to(dtype)
-
-
-def operand(quantized: Rows | None, plain: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """What a GEMM multiplies, ``[M, K]``, and the outer scales ``f32 [M]`` for after it; ``plain`` if not quantized."""
-    if quantized is not None:
-        return quantized.values(dtype), quantized.outer
-    assert plain is not None
-    return plain, None
 
 
 def quantize_rows(x: Tensor, scheme: OperandScheme, traced: Tensor | None, counted: Tensor) -> Rows:
@@ -92,7 +85,7 @@ class Guide:
     """What a rollout recorded for these rows, and how it applies: its scales, and codes or mantissa bits."""
 
     payload: Tensor  # u8 [M, K]: codes, or bits
-    scales: Tensor  # u8 [M, K/block]
+    scales: Tensor  # u8 [M, Format.scale_bytes(K)]
     outer: Tensor  # f32 [M]
     hit: Tensor  # bool [M]: there is a record, and not that of a NaN token
     kind: str  # "bit" or "code"
@@ -102,7 +95,7 @@ class Guide:
         """Splits guide rows ``u8 [M, payload + scales]``; ``outer f32 [M]``; without ``hit`` every row has a record."""
         payload, scales = guide.tensor_split([width // _ELEMENTS_PER_BYTE[kind]], dim=1)
         payload = unpack_bits(payload) if kind == "bit" else unpack_nibbles(payload)
-        recorded = decode_scales(scales, FORMATS[fmt]).isfinite().all(-1)
+        recorded = finite_scales(scales, fmt)
         return cls(payload, scales, outer.float(), recorded if hit is None else hit & recorded, kind)
 
 
@@ -123,7 +116,7 @@ def guide_rows(x: Tensor, own: Rows, guide: Guide) -> Rows:
     )
 
 
-def outer_bytes(scheme: OperandScheme) -> int:
+def outer_bytes(scheme: OperandScheme) -> Literal[0, 1, 4]:
     """Bytes of a record row that hold the row's outer scale: 0 traced or none, 1 a power of two, else 4."""
     if scheme.outer == "traced" or not FORMATS[scheme.fmt].outer:
         return 0
@@ -134,7 +127,7 @@ def guide_bytes(width: int, kind: str, fmt: str) -> int:
     """Bytes of one guide row: payload and block scales."""
     if kind not in _ELEMENTS_PER_BYTE:
         raise GuidanceError(f"guidance kind {kind!r}: use 'bit' or 'code'")
-    return width // _ELEMENTS_PER_BYTE[kind] + width // FORMATS[fmt].block
+    return width // _ELEMENTS_PER_BYTE[kind] + FORMATS[fmt].scale_bytes(width)
 
 
 def record_bytes(width: int, kind: str, scheme: OperandScheme) -> int:

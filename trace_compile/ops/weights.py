@@ -40,7 +40,7 @@ class Packed:
     """A quantized expert parameter. Invariant: ``weight[e] = decode(codes[e], scales[e]) * outer[e]``, all finite."""
 
     codes: Tensor  # u8 [E, N, K/2], even element in the low nibble
-    scales: Tensor  # u8 [E, N, K/block], raw bytes
+    scales: Tensor  # u8 [E, N, Format.scale_bytes(K)], raw bytes
     outer: Tensor  # f32 [E]
 
     @property
@@ -53,7 +53,7 @@ class Packed:
         return 8 * (self.codes.nbytes + self.scales.nbytes) / (2 * self.codes.numel())
 
     def values(self, dtype: torch.dtype, fmt: str = "nvfp4") -> Tensor:
-        """``[E, N, K]`` without the outer scales; exact in bfloat16 and float32."""
+        """``[E, N, K]`` without the outer scales; exact in float32, and in bfloat16 for nvfp4, mxfp4 and hif4."""
         return decode_blocks(unpack_nibbles(self.codes), self.scales, fmt, dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, fmt: str = "nvfp4") -> Tensor:
@@ -69,8 +69,8 @@ def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, 
     """
     weight = layout.canonical(param.detach()).float().contiguous()
     fmt = format_of(scheme.fmt)
-    if fmt.element.bits != 4 or fmt.scale.bytes != 1:
-        raise UnknownFormatError(f"experts can be packed in 4-bit formats with byte scales, not {scheme.fmt!r}")
+    if fmt.element.bits != 4:
+        raise UnknownFormatError(f"experts can be packed in 4-bit formats, not {scheme.fmt!r}")
     whole_blocks(fmt.block, **{f"{name}'s reduction dimension": weight.shape[-1]})
     finite = torch.isfinite(weight).flatten(1)
     if not bool(finite.all()):

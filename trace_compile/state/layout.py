@@ -38,7 +38,7 @@ class Site:
     region: dotted path of the experts module. projection: ``"gate_up"`` or ``"down"``. width: elements per token.
     kind: ``"bit"`` records the mantissa bit of each code (8 per byte), ``"code"`` the whole 4-bit code (2 per byte).
     outer_bytes: 0 where the outer scale is traced (one per site, kept beside the rows), 1 for a power of two per token
-    (its exponent), 4 for a float32 per token. block: elements per block scale byte.
+    (its exponent), 4 for a float32 per token. block: elements that share a block scale, of ``block_bytes`` bytes.
 
     Raises ``BlockSizeError`` if the width is not a positive multiple of the block, ``GuidanceError`` for other values.
     """
@@ -49,6 +49,7 @@ class Site:
     kind: Literal["bit", "code"]
     outer_bytes: Literal[0, 1, 4]
     block: int = 16
+    block_bytes: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in _PAYLOAD_BITS:
@@ -69,7 +70,7 @@ class Site:
 
     @property
     def scale_bytes(self) -> int:
-        return self.width // self.block
+        return self.width // self.block * self.block_bytes
 
     @property
     def guide_bytes(self) -> int:
