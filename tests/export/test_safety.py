@@ -180,7 +180,7 @@ def test_a_failed_export_leaves_the_previous_checkpoint(
         monkeypatch.setattr(checkpoint_module, "verify_checkpoint", fail)
     else:
         monkeypatch.setattr(writer.os, "rename", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ExportError, match=r"disk full\); the folder there is as it was"):
         export_checkpoint(
             model,
             pack_model(model),

@@ -93,7 +93,7 @@ def test_a_stream_that_changes_between_its_passes_is_refused(tmp_path: Path) -> 
         write_tensors(tmp_path, lambda: iter([("w", torch.ones(next(sizes)))]), max_shard_bytes=1)
 
 
-@pytest.mark.parametrize("module, name", [(writer, "_write"), (writer, "_sync"), (os, "rename"), (os, "replace")])
+@pytest.mark.parametrize("module, name", [(writer, "_write"), (writer, "sync"), (os, "rename"), (os, "replace")])
 @pytest.mark.parametrize("previous", [False, True])
 def test_a_failure_at_any_step_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, previous: bool
@@ -126,8 +126,10 @@ def test_a_failure_at_any_step_leaves_what_was_there(
         calls = 0
         try:
             export(path, 2)
-        except OSError as error:
-            assert str(error) == "disk full"
+        except ExportError as error:
+            assert "disk full" in str(error)
+        except OSError:
+            assert name == "sync"  # of the parent folder, when the new one is in its place
         if contents(tmp_path) == before:
             left_alone += 1
             continue
@@ -135,7 +137,7 @@ def test_a_failure_at_any_step_leaves_what_was_there(
         assert contents(path) == complete
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "complete"]
         break
-    assert left_alone >= {"_write": 10, "_sync": 5, "rename": 2 * previous, "replace": not previous}[name]
+    assert left_alone >= {"_write": 10, "sync": 5, "rename": 2 * previous, "replace": not previous}[name]
 
 
 def test_an_interrupt_counts_as_a_failure(tmp_path: Path) -> None:

@@ -8,20 +8,20 @@ bit for bit (see ``verify``), so a checkpoint that exists is one that loads.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trace_compile.errors import ExportError, NonFiniteWeightError
-from trace_compile.export.config import export_block, generation_config, model_config, region_block
-from trace_compile.export.experts import ExpertWeights, check_experts, matrices
-from trace_compile.export.formats import CheckpointFormat, checkpoint_format
+from trace_compile.export.config import export_block, generation_config, model_config
+from trace_compile.export.experts import ExpertWeights
+from trace_compile.export.formats import checkpoint_format
 from trace_compile.export.ignore import ancestors, ignore_list
-from trace_compile.export.names import RegionNames, hub_state, other_state, region_names, tied_names
+from trace_compile.export.names import tied_names
+from trace_compile.export.stream import ModelStream
 from trace_compile.export.verify import verify_checkpoint
 from trace_compile.export.writer import CONFIG, MARK, TensorSpec, staged_folder, write_json, write_tensors
 
@@ -76,22 +76,15 @@ def export_checkpoint(
     Raises:
         UnknownFormatError: no such format.
         NonFiniteWeightError: a weight holds NaN or Inf.
-        ExportError: the checkpoint would not load as what it is; nothing at ``path`` was touched.
+        ExportError: the checkpoint would not load as what it is, or could not be written (disk full); nothing at
+            ``path`` was touched.
     """
-    fmt = checkpoint_format(format)
-    if not fmt.packed and activations:
-        raise ExportError(f"format {format!r} stores dequantized weights and no input scales; pass activations=False")
-    if iter(experts) is experts:
-        raise ExportError("experts is an iterator, which can be read once; pass a list or an object with __iter__")
-    regions = {item.region: _plan(model, item, activations) for item in experts}
-    if not regions:
-        raise ExportError("no packed experts to export; was the model compiled with a quantizing recipe?")
-    export = _Export(model, experts, fmt, activations, dtype, regions)
+    stream = ModelStream.of(model, experts, checkpoint_format(format), activations=activations, dtype=dtype)
     with staged_folder(path, overwrite=overwrite) as folder:
-        specs = write_tensors(folder, export.stream, max_shard_bytes=max_shard_bytes)
+        specs = write_tensors(folder, stream.__iter__, max_shard_bytes=max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
-        for name, content in export.json_files(specs).items():
+        for name, content in _json_files(stream, specs).items():
             write_json(folder / name, content)
         verify_checkpoint(folder, experts)
         files = sorted(entry for entry in folder.rglob("*") if entry.is_file())
@@ -100,119 +93,47 @@ def export_checkpoint(
             format=format,
             files=tuple(str(file.relative_to(folder)) for file in files),
             bytes=sum(file.stat().st_size for file in files),
-            bits_per_expert_weight=export.bits_per_expert_weight(specs),
+            bits_per_expert_weight=_bits_per_expert_weight(stream, specs),
             tensors=len(specs),
-            notes=export.notes(),
+            notes=_notes(stream),
         )
     return report
 
 
-@dataclass(frozen=True)
-class _Region:
-    """What outlives a region's packed weights: names of parameters and modules, and the number of weights."""
-
-    names: RegionNames
-    block: dict[str, Any]
-    parameters: frozenset[str]
-    packed: frozenset[str]
-    weights: int
-
-
-@dataclass(frozen=True)
-class _Export:
-    """One call of ``export_checkpoint``."""
-
-    model: nn.Module
-    experts: Iterable[ExpertWeights]
-    fmt: CheckpointFormat
-    activations: bool
-    dtype: torch.dtype | None
-    regions: dict[str, _Region]
-
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the checkpoint in the order of the files: the rest of the model, then region by region."""
-        stacked = frozenset().union(*(region.parameters for region in self.regions.values()))
-        for name, tensor in other_state(self.model, stacked):
-            if tensor.is_floating_point():
-                if not bool(torch.isfinite(tensor).all()):
-                    raise NonFiniteWeightError(f"{name} holds NaN or Inf; restore the weights, then export")
-                tensor = tensor.to(self.dtype or tensor.dtype)
-            yield name, tensor
-        for item in self.experts:
-            yield from self._expert_tensors(item.cpu())
-
-    def _expert_tensors(self, item: ExpertWeights) -> Iterator[tuple[str, Tensor]]:
-        if self.fmt.packed:
-            modules = self.regions[item.region].names.modules
-            for matrix in matrices(item):
-                prefix = modules[matrix.projection].format(matrix.expert)
-                yield from self.fmt.tensors(prefix, matrix, activations=self.activations)
-            return
-        weights = {tensor.name: _exact_bf16(tensor.name, tensor.parameter()) for tensor in item.tensors().values()}
-        yield from hub_state(self.model, weights).items()
-
-    def json_files(self, specs: list[TensorSpec]) -> dict[str, dict[str, Any]]:
-        """The JSON files by name. config.json comes last: without it a folder is not a checkpoint."""
-        others = [p for p in self.model.parameters() if p.is_floating_point()]
-        config = model_config(self.model, self.dtype or (others[0].dtype if others else torch.bfloat16))
-        files: dict[str, dict[str, Any]] = {}
-        generation = generation_config(self.model)
-        if generation is not None:
-            files["generation_config.json"] = generation
-        if self.fmt.quantization_config is not None and self.fmt.ignore is not None:
-            packed = frozenset().union(*(region.packed for region in self.regions.values()))
-            unpacked = _modules(spec.name for spec in specs) | _modules(tied_names(self.model))
-            ignore = ignore_list(self.fmt.ignore, unpacked - packed - ancestors(packed), packed)
-            config["quantization_config"] = self.fmt.quantization_config(self.activations, ignore)
-            files |= self.fmt.extra_files(self.activations, ignore)
-        blocks = {name: region.block for name, region in self.regions.items()}
-        config[MARK] = export_block(self.fmt.name, self.activations, blocks)
-        return {**files, CONFIG: config}
-
-    def bits_per_expert_weight(self, specs: list[TensorSpec]) -> float:
-        names = {n for region in self.regions.values() for n in (*region.packed, *region.names.stacked.values())}
-        size = sum(spec.nbytes for spec in specs if spec.name in names or spec.name.rpartition(".")[0] in names)
-        return 8 * size / sum(region.weights for region in self.regions.values())
-
-    def notes(self) -> tuple[str, ...]:
-        if not self.fmt.packed:
-            return ()
-        return tuple(
-            f"{name}: published checkpoints of this family keep experts stacked; packed ones are named {modules}"
-            for name, region in self.regions.items()
-            if region.names.stacked and (modules := sorted(region.names.modules.values()))
-        )
+def _json_files(stream: ModelStream, specs: list[TensorSpec]) -> dict[str, dict[str, Any]]:
+    """The JSON files by name. config.json comes last: without it a folder is not a checkpoint."""
+    model, fmt = stream.model, stream.fmt
+    others = [p for p in model.parameters() if p.is_floating_point()]
+    config = model_config(model, stream.dtype or (others[0].dtype if others else torch.bfloat16))
+    files: dict[str, dict[str, Any]] = {}
+    generation = generation_config(model)
+    if generation is not None:
+        files["generation_config.json"] = generation
+    if fmt.quantization_config is not None and fmt.ignore is not None:
+        packed = frozenset().union(*(region.packed for region in stream.regions.values()))
+        unpacked = _modules(spec.name for spec in specs) | _modules(tied_names(model))
+        ignore = ignore_list(fmt.ignore, unpacked - packed - ancestors(packed), packed)
+        config["quantization_config"] = fmt.quantization_config(stream.activations, ignore)
+        files |= fmt.extra_files(stream.activations, ignore)
+    blocks = {name: region.block for name, region in stream.regions.items()}
+    config[MARK] = export_block(fmt.name, stream.activations, blocks)
+    return {**files, CONFIG: config}
 
 
-def _plan(model: nn.Module, item: ExpertWeights, activations: bool) -> _Region:
-    """Check a region against the model and settle its names, before anything is written."""
-    check_experts(item, activations=activations)
-    for tensor in item.tensors().values():
-        try:
-            parameter = model.get_parameter(tensor.name)
-        except AttributeError as error:
-            raise ExportError(f"{item.region}: the model has no parameter {tensor.name}") from error
-        if parameter.shape != tensor.parameter_shape:
-            raise ExportError(
-                f"{tensor.name}: packed from shape {tuple(tensor.parameter_shape)}, "
-                f"the model's is {tuple(parameter.shape)}; refit, then export"
-            )
-    names = region_names(model, item)
-    packed = frozenset(module.format(e) for module in names.modules.values() for e in range(item.num_experts))
-    return _Region(
-        names=names,
-        block=region_block(item, names),
-        parameters=frozenset(tensor.name for tensor in item.tensors().values()),
-        packed=packed,
-        weights=sum(2 * tensor.packed.codes.numel() for tensor in item.tensors().values()),
+def _bits_per_expert_weight(stream: ModelStream, specs: list[TensorSpec]) -> float:
+    names = {n for region in stream.regions.values() for n in (*region.packed, *region.names.stacked.values())}
+    size = sum(spec.nbytes for spec in specs if spec.name in names or spec.name.rpartition(".")[0] in names)
+    return 8 * size / sum(region.weights for region in stream.regions.values())
+
+
+def _notes(stream: ModelStream) -> tuple[str, ...]:
+    if not stream.fmt.packed:
+        return ()
+    return tuple(
+        f"{name}: published checkpoints of this family keep experts stacked; packed ones are named {modules}"
+        for name, region in stream.regions.items()
+        if region.names.stacked and (modules := sorted(region.names.modules.values()))
     )
-
-
-def _exact_bf16(name: str, weight: Tensor) -> Tensor:
-    rounded = weight.to(torch.bfloat16)
-    if not torch.equal(rounded.float(), weight):
-        raise ExportError(f"{name}: dequantized values are not exact in bf16; pack with profile pow2")
-    return rounded
 
 
 def _modules(tensors: Iterable[str]) -> set[str]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from trace_compile.errors import ExportError
-from trace_compile.state.files import DTYPES, raw_bytes
+from trace_compile.state.files import DTYPES, raw_bytes, sync
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -36,6 +36,7 @@ MARK = "trace_compile"
 """Key of config.json that says an export made the folder, and how."""
 
 Stream = Callable[[], Iterator[tuple[str, Tensor]]]
+"""A function that yields named tensors, the same ones at every call."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -57,7 +58,8 @@ def staged_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
     """Yields an empty folder next to ``path`` that takes its place when the block ends without an error.
 
     Raises ExportError before anything is written if ``path`` is taken: a file, a folder that is not empty while
-    ``overwrite`` is false, or a folder that no export made.
+    ``overwrite`` is false, or a folder that no export made; and when the disk fails or is full, with the target as it
+    was.
     """
     target = Path(path).resolve()
     _check_target(target, overwrite)
@@ -67,14 +69,19 @@ def staged_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
     try:
         yield staged
         for entry in staged.rglob("*"):
-            _sync(entry)
-        _sync(staged)
+            sync(entry)
+        sync(staged)
         _check_target(target, overwrite)
         _replace(staged, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)
+        if isinstance(error, OSError):
+            kept = "the folder there is as it was" if target.exists() else "nothing is there"
+            raise ExportError(
+                f"{target} could not be written ({error}); {kept}. Make room or choose another path"
+            ) from error
         raise
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -192,11 +199,3 @@ def _replace(staged: Path, target: Path) -> None:
         os.rename(previous, target)
         raise
     shutil.rmtree(previous, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -56,13 +56,13 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def atomic_save_safetensors(
@@ -180,7 +180,8 @@ def _natural(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flushes a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
