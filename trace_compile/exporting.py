@@ -1,54 +1,110 @@
-"""``model.export()``: from a live session to the neutral items that the export package files.
+"""``model.export()`` and ``stream_weights()``: from a live session to the neutral items that the export package files.
 
-Regions are packed one at a time as the exporter asks for them, from the masters, with the function that packs for the
-training graph and the twin. Nothing in the session changes: an export between two training steps leaves no trace.
+Of the trainer, regions are packed one at a time as they are asked for, from the masters, with the function that packs
+for the training graph and the twin. Of a twin, they are the packed weights that it generates with. Nothing in the
+session changes: an export between two training steps leaves no trace.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trace_compile.errors import ExportError
-from trace_compile.export import ExpertTensor, ExpertWeights, ExportReport, export_checkpoint
+from trace_compile.export import ExpertTensor, ExpertWeights, ExportReport, ModelStream, export_checkpoint
+from trace_compile.export.formats import checkpoint_format
 from trace_compile.ops.scheme import MoEScheme
-from trace_compile.ops.weights import pack_experts
+from trace_compile.ops.weights import Packed
 from trace_compile.passes.region import MoERegion
 from trace_compile.session import Session
+from trace_compile.state.origins import Provenance
 
 
 @dataclass(frozen=True)
 class SessionExperts:
-    """The packed experts of a session's model, packed afresh at each iteration, region by region."""
+    """The packed experts of a session's model or twin, asked for afresh at each iteration, region by region.
+
+    pack: called with a region and ``"w13"`` or ``"w2"``.
+    """
 
     session: Session
-    model: nn.Module
     scheme: MoEScheme
+    pack: Callable[[MoERegion, str], tuple[Packed, Provenance]]
+
+    @classmethod
+    def of_model(cls, session: Session, model: nn.Module) -> SessionExperts:
+        """Packed from the masters when asked for. Raises ExportError where the recipe packs no weights."""
+        scheme = rollout_scheme(session)
+        params = dict(model.named_parameters(remove_duplicate=False))
+
+        def pack(region: MoERegion, which: str) -> tuple[Packed, Provenance]:
+            expert, layout = region.weight(which)
+            param = params[expert.name]
+            assert scheme.weight is not None
+            packed = session.origins.pack(param, layout, scheme.weight, name=expert.name)
+            return packed, session.origins.provenance(expert.name, param)
+
+        return cls(session, scheme, pack)
+
+    @classmethod
+    def of_twin(
+        cls, session: Session, experts: Mapping[str, Packed], provenance: Mapping[str, Provenance]
+    ) -> SessionExperts:
+        """What a twin generates with. Raises ExportError where the recipe packs no weights."""
+
+        def pack(region: MoERegion, which: str) -> tuple[Packed, Provenance]:
+            name = region.weight(which)[0].name
+            return experts[name], provenance[name]
+
+        return cls(session, rollout_scheme(session), pack)
 
     def __iter__(self) -> Iterator[ExpertWeights]:
         scales = input_scales(self.session)
-        params = dict(self.model.named_parameters(remove_duplicate=False))
         for region in self.session.need_regions():
-            yield ExpertWeights(
-                region.name,
-                self._tensor(region, "w13", params, scales.get((region.name, "gate_up"))),
-                self._tensor(region, "w2", params, scales.get((region.name, "down"))),
-                self.scheme,
-                gated=region.activation.gated,
+            w13, w2 = (
+                self._tensor(region, which, scales.get((region.name, site)))
+                for which, site in (("w13", "gate_up"), ("w2", "down"))
             )
+            yield ExpertWeights(region.name, w13, w2, self.scheme, gated=region.activation.gated)
 
-    def _tensor(
-        self, region: MoERegion, which: str, params: dict[str, nn.Parameter], input_outer: float | None
-    ) -> ExpertTensor:
+    def _tensor(self, region: MoERegion, which: str, input_outer: float | None) -> ExpertTensor:
         expert, layout = region.weight(which)
-        assert self.scheme.weight is not None  # export_model refuses recipes without packed weights
-        packed = pack_experts(params[expert.name], layout, self.scheme.weight, name=expert.name)
-        return ExpertTensor(expert.name, layout, packed, input_outer)
+        packed, source = self.pack(region, which)
+        return ExpertTensor(expert.name, layout, packed, input_outer, source.foreign, source.inverse)
+
+
+def rollout_scheme(session: Session) -> MoEScheme:
+    """The scheme of the rollout. Raises ExportError where it packs no weights."""
+    scheme = session.recipe.rollout
+    if scheme is None or scheme.weight is None:
+        raise ExportError(
+            f"recipe {session.recipe.name!r} quantizes no weights, so there is nothing to pack; use save_pretrained() "
+            "to write the model unquantized"
+        )
+    return scheme
+
+
+def template(session: Session, region: MoERegion, params: Mapping[str, Tensor]) -> ExpertWeights:
+    """A region's names, layouts and shapes; its bytes are placeholders without memory."""
+
+    def tensor(which: str) -> ExpertTensor:
+        expert, layout = region.weight(which)
+        shape = layout.canonical(torch.empty(params[expert.name].shape, device="meta")).shape
+        experts, rows, columns = shape
+        codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(experts, rows, columns // 16, dtype=torch.uint8, device="meta")
+        outer = torch.empty(experts, device="meta")
+        return ExpertTensor(expert.name, layout, Packed(codes, scales, outer))
+
+    return ExpertWeights(
+        region.name, tensor("w13"), tensor("w2"), rollout_scheme(session), gated=region.activation.gated
+    )
 
 
 def input_scales(session: Session) -> dict[tuple[str, str], float]:
@@ -60,7 +116,7 @@ def input_scales(session: Session) -> dict[tuple[str, str], float]:
 
 
 def export_model(
-    session: Session,
+    experts: SessionExperts,
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
@@ -79,13 +135,31 @@ def export_model(
         ExportError: the recipe packs no weights, or W4A4 is asked for before a trace gave input scales.
         NonFiniteWeightError, UnknownFormatError: see ``export_checkpoint``. Nothing is written then.
     """
-    scheme = session.recipe.rollout
-    if scheme is None or scheme.weight is None:
-        raise ExportError(
-            f"recipe {session.recipe.name!r} quantizes no weights, so there is nothing to pack; use save_pretrained() "
-            f"to write {Path(path).name!r} unquantized"
-        )
-    if activations is None:
-        activations = scheme.act is not None and format != "bf16"
-    experts = SessionExperts(session, model, scheme)
-    return export_checkpoint(model, experts, path, format=format, activations=activations, **options)
+    activations = _activations(experts, format, activations)
+    return export_checkpoint(model, experts, Path(path), format=format, activations=activations, **options)
+
+
+def stream_weights(
+    experts: SessionExperts,
+    model: nn.Module,
+    *,
+    format: str = "compressed-tensors",
+    activations: bool | None = None,
+    dtype: torch.dtype | None = None,
+    others: bool = True,
+) -> ModelStream:
+    """The named tensors that ``export`` would write, to hand to a live engine; iterate it as often as needed.
+
+    Args:
+        format, activations, dtype: as for ``export``; the format is that of the checkpoint the engine was started with.
+        others: also everything but the quantized experts.
+
+    Raises as ``export``, for what can be known before the first tensor: whatever is wrong with packed experts.
+    """
+    activations = _activations(experts, format, activations)
+    fmt = checkpoint_format(format)
+    return ModelStream.of(model, experts, fmt, activations=activations, dtype=dtype, others=others)
+
+
+def _activations(experts: SessionExperts, format: str, activations: bool | None) -> bool:
+    return experts.scheme.act is not None and format != "bf16" if activations is None else activations

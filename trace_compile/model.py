@@ -127,9 +127,21 @@ class TraceCompiledModule(nn.Module):
 
     def export(self, path: str | os.PathLike[str], *, format: str = "compressed-tensors", **options: Any) -> Any:
         """Write a checkpoint of the current weights as the rollout sees them; see ``exporting.export_model``."""
-        from trace_compile.exporting import export_model
+        from trace_compile.exporting import SessionExperts, export_model
 
-        return export_model(session_of(self), self, path, format=format, **options)
+        return export_model(SessionExperts.of_model(session_of(self), self), self, path, format=format, **options)
+
+    def stream_weights(self, **options: Any) -> Any:
+        """The same tensors one at a time, for a live engine; see ``exporting.stream_weights`` and ``engines``."""
+        from trace_compile.exporting import SessionExperts, stream_weights
+
+        return stream_weights(SessionExperts.of_model(session_of(self), self), self, **options)
+
+    def import_checkpoint(self, path: str | os.PathLike[str]) -> Any:
+        """Fill this model from a packed or dense checkpoint; see ``importing.import_checkpoint``. Refit twins then."""
+        from trace_compile.importing import import_checkpoint
+
+        return import_checkpoint(session_of(self), self, path)
 
     def refresh(self) -> None:
         """Pack again at the next forward, for writes that autograd's version counter does not see (``param.data``).

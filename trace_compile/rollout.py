@@ -9,8 +9,9 @@ While a trace records, the twin's quantizers also hand out ranges, outcomes and 
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -28,13 +29,17 @@ from trace_compile.clone import (
     subclass,
 )
 from trace_compile.decode import Decoder, Sample
-from trace_compile.errors import GuidanceError, RefitError, TraceCompileError
+from trace_compile.errors import ExportError, GuidanceError, RefitError, TraceCompileError
+from trace_compile.export import ModelStream
+from trace_compile.exporting import SessionExperts, export_model, stream_weights
 from trace_compile.generation import OwnDecoding, uncompiled
+from trace_compile.importing import receive
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import MoERegion
 from trace_compile.runtime import Call, Emits
 from trace_compile.session import Recording, Session, record_rows
+from trace_compile.state.origins import Provenance
 from trace_compile.state.packed import PackedWeights
 from trace_compile.tokens import Tokens, TokenTracker, id_tuple
 
@@ -54,8 +59,9 @@ class Twin:
         self.session = session
         self.source = source
         self.copies = copies
-        self.packed = PackedWeights()
+        self.packed = PackedWeights(session.origins.pack)
         self.experts: dict[str, Packed] = {}
+        self.provenance: dict[str, Provenance] = {}
         self.engine = session.new_engine(self._packed)
         self.tracker = TokenTracker()
         self.decoder = Decoder(self)
@@ -64,7 +70,8 @@ class Twin:
 
     def _pack_anew(self) -> None:
         """Pack into new tensors, where the masters are."""
-        scheme, packed, masters = self.session.recipe.rollout, PackedWeights(), self.masters()
+        scheme, masters = self.session.recipe.rollout, self.masters()
+        packed = PackedWeights(self.session.origins.pack)
         if scheme is None or scheme.weight is None:
             return
         experts: dict[str, Packed] = {}
@@ -111,6 +118,7 @@ class Twin:
         elif self.experts:
             # Forced: writes through ``param.data`` change no version counter, and a twin must not stay behind.
             self.packed.update_all({name: masters[name] for name in self.experts}, force=True)
+        self.provenance = {name: session.origins.provenance(name, masters[name]) for name in self.experts}
         if ranges is not None:
             session.adopt_ranges(ranges)
         if regrown:
@@ -121,9 +129,33 @@ class Twin:
             own_tensors(module, skip=self.experts)
         else:
             share_tensors(self.source, module)
-        session.version += 1
-        self.version = session.version
+        return self._next_version()
+
+    def _next_version(self) -> int:
+        self.session.version += 1
+        self.version = self.session.version
         return self.version
+
+    def load(self, module: nn.Module, weights: Iterable[tuple[str, Tensor]], format: str) -> int:
+        """See ``RolloutModule.load_weights``."""
+        received = receive(self.session, module, weights, format)
+        if received.others and not self.copies:
+            raise RefitError(
+                "this twin shares all but its experts with the trainer: stream with others=False, or make the twin "
+                "with model.rollout(copy=True)"
+            )
+        self.packed.adopt(received.packed)
+        self.provenance = received.provenance
+        with torch.inference_mode(False), torch.no_grad():
+            for target, tensor in received.others:
+                target.copy_(tensor)
+        if self.session.recipe.outer == "traced" and received.scales:
+            self.session.outer.set({site: torch.tensor(scale) for site, scale in received.scales.items()})
+        return self._next_version()
+
+    def packed_experts(self) -> SessionExperts:
+        """What this twin generates with, for export."""
+        return SessionExperts.of_twin(self.session, self.experts, self.provenance)
 
     def mode(self, recording: Recording | None) -> Mode:
         _, scheme = self.session.recipe.schemes(traced=bool(self.session.outer))
@@ -181,6 +213,38 @@ class RolloutModule(OwnDecoding):
         """See ``Twin.refit``."""
         twin: Twin = self.__dict__[ATTRIBUTE]
         return twin.refit(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, format: str = "compressed-tensors") -> int:
+        """Take packed weights as an engine does: ``(name, tensor)`` pairs of ``stream_weights`` in any order, from
+        another process maybe. Returns the new weights version.
+
+        All or nothing, and the same stream again changes nothing. Addresses stay. The stream is read to its end first,
+        so it takes a second copy of the packed weights. Raises ``RefitError`` or ``ExportError`` naming the tensor that
+        is missing, unknown, doubled or does not fit; nothing has changed then. The next ``refit()`` packs the trainer's
+        weights again.
+        """
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return twin.load(self, weights, format)
+
+    def stream_weights(self, **options: Any) -> ModelStream:
+        """What this twin generates with, for a live engine; see ``exporting.stream_weights``."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return stream_weights(twin.packed_experts(), self, **options)
+
+    def export(self, path: str | os.PathLike[str], *, format: str = "compressed-tensors", **options: Any) -> Any:
+        """Write what this twin generates with, be it behind the trainer or not; see ``exporting.export_model``."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return export_model(twin.packed_experts(), self, path, format=format, **options)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a twin's experts exist as codes alone, the dense ones in its tree are the trainer's of today."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        if twin.experts:
+            raise ExportError(
+                "save_pretrained() of a twin would mix its tensors with the trainer's experts; use its export() for "
+                "what it generates with, or the trainer's save_pretrained()"
+            )
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def weights_version(self) -> int:

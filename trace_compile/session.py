@@ -28,6 +28,7 @@ from trace_compile.recipes import Recipe
 from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKey
 from trace_compile.state.inputs import InputLog
 from trace_compile.state.layout import RecordLayout, Routing, Site
+from trace_compile.state.origins import Origins
 from trace_compile.state.packed import PackedWeights
 from trace_compile.state.ranges import Ranges
 from trace_compile.state.trace import Trace
@@ -122,7 +123,8 @@ class Session:
         self.version = 0
         self.guiding: Trace | None = None
         self.recording: Recording | None = None
-        self.weights = PackedWeights()
+        self.origins = Origins()
+        self.weights = PackedWeights(self.origins.pack)
         self.tracker = TokenTracker()
         self._twins: list[tuple[weakref.ref[nn.Module], Engine]] = []
         self.engine = self.new_engine(self._pack_live)
@@ -240,6 +242,7 @@ class Session:
         self.regions = other.regions
         self.ranges, self.pending_ranges = other.ranges, other.pending_ranges
         self.outer.set(other.outer.as_dict())
+        self.origins.inherit(other.origins)
 
     # --- one training forward ---------------------------------------------------------------------------------------
 

@@ -103,6 +103,11 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, uint8 [n]."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
 def config(path: Path) -> dict[str, Any]:
     return json.loads((path / "config.json").read_text())
 

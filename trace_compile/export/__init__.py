@@ -4,6 +4,7 @@ from trace_compile.export.checkpoint import ExportReport, export_checkpoint
 from trace_compile.export.experts import ExpertTensor, ExpertWeights
 from trace_compile.export.formats import FORMATS
 from trace_compile.export.reload import reload
+from trace_compile.export.stream import ModelStream
 from trace_compile.export.verify import VerifyReport, verify_checkpoint
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "ExpertTensor",
     "ExpertWeights",
     "ExportReport",
+    "ModelStream",
     "VerifyReport",
     "export_checkpoint",
     "reload",

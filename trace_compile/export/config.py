@@ -26,7 +26,9 @@ _VERSION = 1
 
 def region_block(item: ExpertWeights, names: RegionNames) -> dict[str, Any]:
     """One region's entry in the block."""
+    foreign = {"foreign": True} if any(tensor.foreign for tensor in item.tensors().values()) else {}
     return {
+        **foreign,
         "experts": item.num_experts,
         "scheme": item.scheme.key,
         "modules": names.modules,
@@ -66,22 +68,24 @@ def generation_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of an exported folder. Raises ExportError if it is missing or was not made by an export."""
+    """config.json of a checkpoint folder. Raises ExportError if it is missing or of an unknown version of export."""
     try:
         content: dict[str, Any] = json.loads((path / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise ExportError(f"{path / CONFIG} cannot be read ({error}); export again") from error
-    version = content.get(MARK, {}).get("version")
-    if version != _VERSION:
+        raise ExportError(f"{path / CONFIG} cannot be read ({error}); export or copy it again") from error
+    if not isinstance(content, dict):
+        raise ExportError(f"{path / CONFIG} is not a JSON object; export or copy it again")
+    if MARK in content and content[MARK].get("version") != _VERSION:
         raise ExportError(
-            f"{path}: block {MARK!r} has version {version!r}, this package reads {_VERSION}; export again"
+            f"{path}: block {MARK!r} has version {content[MARK].get('version')!r}, this package reads {_VERSION}; "
+            "export again"
         )
     return content
 
 
 def check_scheme(config: dict[str, Any], scheme: MoEScheme) -> None:
     """Raises FingerprintMismatchError unless every region of the checkpoint was made with ``scheme``."""
-    for region, entry in config[MARK]["regions"].items():
+    for region, entry in config.get(MARK, {"regions": {}})["regions"].items():
         if entry["scheme"] != scheme.key:
             raise FingerprintMismatchError(
                 f"{region} was exported with scheme {entry['scheme']}, not {scheme.key}; load it with the former, "

@@ -7,7 +7,7 @@ that the training and generation graphs compute with are the ones that are writt
 Invariants, checked by ``check_experts`` before a file is made:
  - gate and up are rows of one packed tensor, so they share each expert's outer scale and the region's input scale;
  - every outer scale is finite and positive; every block scale is a positive normal E4M3 number (engines flush
-   subnormals);
+   subnormals), unless the bytes are foreign;
  - for W4A4, both input scales are powers of two (engines take a maximum over experts: lossless only then).
 
 Shapes: E experts, N rows (2 I or I for gate/up, H for down), K columns; I expert width, H hidden.
@@ -41,12 +41,21 @@ class ExpertTensor:
         layout: how the parameter stores the canonical ``[E, N, K]``.
         packed: codes uint8 [E, N, K/2], scales uint8 (E4M3 bytes) [E, N, K/16], outer float32 [E].
         input_outer: outer scale of the activations that multiply this weight, a power of two, or None if not traced.
+        foreign: another tool may have made the bytes: zero and subnormal scales are kept.
+        inverse: float32 [E], the reciprocals of ``outer`` as that file holds them, or None if it holds none.
     """
 
     name: str
     layout: WeightLayout
     packed: Packed
     input_outer: float | None = None
+    foreign: bool = False
+    inverse: Tensor | None = None
+
+    @property
+    def flushable(self) -> bool:
+        """Whether a block scale is zero or subnormal, as no packing here makes it and some engines flush it."""
+        return bool(((self.packed.scales & _EXPONENT) == 0).any())
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -56,7 +65,7 @@ class ExpertTensor:
 
     def parameter(self) -> Tensor:
         """Float32, in the parameter's own layout: the values that the training graph's forward multiplies with."""
-        return to_parameter_layout(self.packed.dequantize(fmt=FORMAT), self.layout)
+        return self.layout.parameter(self.packed.dequantize(fmt=FORMAT))
 
     def cpu(self) -> ExpertTensor:
         """The same on the CPU; nothing is copied if it is there."""
@@ -116,7 +125,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One projection of one expert: codes uint8 [N, K/2], scales uint8 [N, K/16], outer float32 []."""
+    """One projection of one expert: codes uint8 [N, K/2], scales uint8 [N, K/16], outer float32 [], its inverse too if
+    that is known to more than its own bits."""
 
     expert: int
     projection: str
@@ -124,6 +134,7 @@ class Matrix:
     scales: Tensor
     outer: Tensor
     input_outer: float | None
+    inverse: Tensor | None = None
 
 
 def matrices(item: ExpertWeights) -> Iterator[Matrix]:
@@ -139,15 +150,8 @@ def matrices(item: ExpertWeights) -> Iterator[Matrix]:
                 packed.scales[expert, rows],
                 packed.outer[expert],
                 tensor.input_outer,
+                None if tensor.inverse is None else tensor.inverse[expert],
             )
-
-
-def to_parameter_layout(weight: Tensor, layout: WeightLayout) -> Tensor:
-    """The inverse of ``WeightLayout.canonical``: canonical [E, N, K] to the parameter's own layout."""
-    if layout.interleaved:
-        gate, up = weight.chunk(2, dim=1)
-        weight = torch.stack((gate, up), dim=2).flatten(1, 2)
-    return weight.transpose(1, 2) if layout.transposed else weight
 
 
 def check_experts(item: ExpertWeights, *, activations: bool) -> None:
@@ -177,7 +181,9 @@ def _check_scales(tensor: ExpertTensor) -> None:
         raise NonFiniteWeightError(
             f"{tensor.name}: experts {experts} hold NaN or Inf; restore the weights, then export"
         )
-    bad = ((scales & _SIGN) != 0) | ((scales & _EXPONENT) == 0)
+    bad = (scales & _SIGN) != 0
+    if not tensor.foreign:
+        bad |= (scales & _EXPONENT) == 0
     bad_experts = bad.flatten(1).any(1) | (outer <= 0)
     if bool(bad_experts.any()):
         experts = bad_experts.nonzero().flatten().tolist()

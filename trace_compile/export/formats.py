@@ -78,6 +78,9 @@ class CheckpointFormat:
             elif field.role == "scales":
                 yield name, matrix.scales.view(torch.float8_e4m3fn)
             else:
+                if field.role == "outer" and field.reciprocal and matrix.inverse is not None:
+                    yield name, matrix.inverse.reshape(field.shape)
+                    continue
                 outer = matrix.outer if field.role == "outer" else matrix.input_outer
                 yield name, _stored_scale(name, outer, field)
 
@@ -101,17 +104,17 @@ def checkpoint_format(name: str) -> CheckpointFormat:
     return FORMATS[name]
 
 
-_BITS, _GROUP = 4, NUMERIC_FORMATS[FORMAT].block
+BITS, GROUP = NUMERIC_FORMATS[FORMAT].element.bits, NUMERIC_FORMATS[FORMAT].block
 
 
 def _compressed_tensors_config(activations: bool, ignore: list[str]) -> Config:
     # "tensor_group" is this format's name for block scales under one outer scale, and "local" for block scales that are
     # computed at run time under a stored outer scale.
     weights = {
-        "num_bits": _BITS,
+        "num_bits": BITS,
         "type": "float",
         "symmetric": True,
-        "group_size": _GROUP,
+        "group_size": GROUP,
         "strategy": "tensor_group",
         "dynamic": False,
     }
@@ -141,13 +144,13 @@ def _modelopt_algorithm(activations: bool) -> str:
 
 
 def _modelopt_config(activations: bool, ignore: list[str]) -> Config:
-    operand = {"num_bits": _BITS, "type": "float", "group_size": _GROUP, "dynamic": False}
+    operand = {"num_bits": BITS, "type": "float", "group_size": GROUP, "dynamic": False}
     group = {"targets": ["Linear"], "weights": operand, "input_activations": operand if activations else None}
     return {
         "quant_method": "modelopt",
         "quant_algo": _modelopt_algorithm(activations),
         "kv_cache_quant_algo": None,
-        "group_size": _GROUP,
+        "group_size": GROUP,
         "config_groups": {"group_0": group},
         "ignore": ignore,
         "producer": _MODELOPT,
@@ -158,7 +161,7 @@ def _modelopt_files(activations: bool, ignore: list[str]) -> dict[str, Config]:
     quantization = {
         "quant_algo": _modelopt_algorithm(activations),
         "kv_cache_quant_algo": None,
-        "group_size": _GROUP,
+        "group_size": GROUP,
         "exclude_modules": ignore,
     }
     return {"hf_quant_config.json": {"producer": _MODELOPT, "quantization": quantization}}

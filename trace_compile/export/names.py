@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trace_compile.errors import ExportError
-from trace_compile.export.experts import ExpertTensor, ExpertWeights, to_parameter_layout
+from trace_compile.export.experts import ExpertTensor, ExpertWeights
 
 _LEAF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -50,6 +50,20 @@ def other_state(model: nn.Module, experts: frozenset[str]) -> Iterator[tuple[str
             layers.setdefault(_layer(name), {})[name] = tensor
     for layer in layers.values():
         yield from hub_state(model, layer).items()
+
+
+def own_tensors(model: nn.Module, experts: frozenset[str]) -> dict[str, Tensor]:
+    """``other_state`` as views of the model's own memory, to write into.
+
+    Raises ExportError where a conversion of the family makes new tensors.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    found = {}
+    for name, tensor in other_state(model, experts):
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in memory:
+            raise ExportError(f"{name} is computed when a checkpoint is written and cannot be filled; use reload()")
+        found[name] = tensor
+    return found
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -99,7 +113,7 @@ def _markers(tensor: ExpertTensor, projections: int) -> Tensor:
     # Two rows per projection and two columns: no dimension of one, which transformers' split would squeeze away.
     owner = torch.arange(experts)[:, None] * projections + torch.arange(projections)
     marker = owner.repeat_interleave(2, dim=1)[..., None].expand(-1, -1, 2)
-    return to_parameter_layout(marker, tensor.layout)
+    return tensor.layout.parameter(marker)
 
 
 def _templates(markers: dict[str, Tensor], projections: list[str], experts: int) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Loading an exported checkpoint with transformers, experts dequantized, activations not quantized.
+"""Loading a checkpoint with transformers, experts dequantized, activations not quantized.
 
 transformers 5.17 reads compressed-tensors NVFP4 experts without their outer scales: its loader hands its decompressor
 ``weight_packed`` and ``weight_scale`` only, lists ``weight_global_scale`` as unexpected, and leaves every expert weight
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from trace_compile.errors import ExportError
 from trace_compile.export.config import check_scheme
-from trace_compile.export.experts import to_parameter_layout
 from trace_compile.export.formats import FORMATS
-from trace_compile.export.verify import Checkpoint, verify_checkpoint
+from trace_compile.export.opened import Checkpoint
+from trace_compile.export.verify import verify_checkpoint
 from trace_compile.ops.scheme import MoEScheme
 from trace_compile.ops.weights import WeightLayout
 
@@ -30,7 +30,7 @@ from trace_compile.ops.weights import WeightLayout
 def reload(
     path: str | os.PathLike[str], *, scheme: MoEScheme | None = None, dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
-    """The exported model in eval mode on the CPU, with dequantized expert weights.
+    """The model of an exported or foreign checkpoint in eval mode on the CPU, with dequantized weights.
 
     Args:
         scheme: what the caller's graphs quantize with; checked against the checkpoint.
@@ -63,13 +63,16 @@ def reload(
 
 def _dense_state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensors by name; packed matrices as bf16 weights, stacked where the family stacks them."""
-    packed = checkpoint.modules() if checkpoint.format.packed else {}
+    packed = checkpoint.modules if checkpoint.format.packed else {}
     for name in sorted(checkpoint.names):
         if name.rpartition(".")[0] not in packed:
             yield name, checkpoint.tensor(name)
     if not packed:
         return
     decompress = _decompressor(checkpoint)
+    if checkpoint.foreign:
+        yield from ((f"{module}.weight", decompress(_compressed(checkpoint, module))) for module in packed)
+        return
     for entry in checkpoint.block["regions"].values():
         stacks: dict[str, list[Tensor]] = {}
         for projection, template in entry["modules"].items():
@@ -82,7 +85,7 @@ def _dense_state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
                 yield from zip([f"{module}.weight" for module in modules], weights)
         for key, parts in stacks.items():
             layout = WeightLayout(**entry["layouts"][key])
-            yield entry["stacked"][key], to_parameter_layout(torch.cat(parts, dim=1), layout).contiguous()
+            yield entry["stacked"][key], layout.parameter(torch.cat(parts, dim=1)).contiguous()
 
 
 def _decompressor(checkpoint: Checkpoint) -> Any:
@@ -96,7 +99,7 @@ def _decompressor(checkpoint: Checkpoint) -> Any:
     if checkpoint.format.name != "compressed-tensors":
         reference = FORMATS["compressed-tensors"].quantization_config
         assert reference is not None
-        config = reference(checkpoint.block["activations"], [])
+        config = reference(checkpoint.activations, [])
     parsed = QuantizationConfig.model_validate(config)
     (group,) = parsed.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(parsed.format)

@@ -30,6 +30,13 @@ class WeightLayout:
         weight = param.transpose(-2, -1) if self.transposed else param
         return _halves(weight, 1) if self.interleaved else weight
 
+    def parameter(self, weight: Tensor) -> Tensor:
+        """The inverse of ``canonical``: ``[E, N, K]`` in the parameter's own layout."""
+        if self.interleaved:
+            gate, up = weight.chunk(2, dim=1)
+            weight = torch.stack((gate, up), dim=2).flatten(1, 2)
+        return weight.transpose(-2, -1) if self.transposed else weight
+
     def canonical_bias(self, bias: Tensor) -> Tensor:
         """``[E, N]`` with the gate's entries first, differentiable."""
         return _halves(bias, 1) if self.interleaved else bias

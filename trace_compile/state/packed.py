@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from trace_compile.errors import RefitError
 from trace_compile.ops.scheme import OperandScheme
 from trace_compile.ops.weights import Packed, WeightLayout, pack_experts
+from trace_compile.state.origins import Packer
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,9 @@ _Key = tuple[str, WeightLayout, OperandScheme]
 class PackedWeights:
     """The cache. Not safe for threads that pack the same parameter at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, pack: Packer = pack_experts) -> None:
+        """``pack``: called as ``pack_experts`` is; its result is this cache's own."""
+        self._pack_experts = pack
         self._entries: dict[_Key, _Entry] = {}
         self.pack_count = 0
         """Parameters packed so far."""
@@ -125,6 +128,23 @@ class PackedWeights:
         for entry, packed, stamp in staged:
             _write(entry, packed, stamp)
 
+    def adopt(self, packed: Mapping[str, Packed]) -> None:
+        """Copies packed weights, from any device, into every entry; all or nothing, whatever the masters hold.
+
+        Raises ``RefitError`` when the names are not exactly those of the entries or a shape differs.
+        """
+        self._check_known(packed)
+        missing = sorted(self.names - packed.keys())
+        if missing:
+            raise RefitError(f"packed weights lack {missing}: those of different steps must not be mixed")
+        for (name, _, _), entry in self._entries.items():
+            if not _fits(entry.packed, packed[name]):
+                raise RefitError(
+                    f"{name} is {list(_shape(packed[name]))}, this model's is {list(_shape(entry.packed))}"
+                )
+        for (name, _, _), entry in self._entries.items():
+            _write(entry, packed[name], None)
+
     @property
     def names(self) -> set[str]:
         return {name for name, _, _ in self._entries}
@@ -146,7 +166,7 @@ class PackedWeights:
     def _pack(self, key: _Key, param: Tensor) -> Packed:
         name, layout, scheme = key
         with torch.inference_mode(False), torch.no_grad():  # a rollout's first use must not make inference tensors
-            packed = pack_experts(param, layout, scheme, name=name)
+            packed = self._pack_experts(param, layout, scheme, name=name)
         self.pack_count += 1
         return packed
 
@@ -162,7 +182,7 @@ class PackedWeights:
             raise RefitError(f"no packed weights are named {unknown}; there are {sorted(self.names)}")
 
 
-def _write(entry: _Entry, packed: Packed, stamp: _Stamp) -> None:
+def _write(entry: _Entry, packed: Packed, stamp: _Stamp | None) -> None:
     """Copies ``packed``, from any device, into the entry's tensors."""
     with torch.inference_mode(False), torch.no_grad():
         for part in fields(Packed):
