@@ -29,6 +29,12 @@ def bfloat16(x):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """The float32 that has x's value in ``dtype``, bfloat16 or float32."""
+    return bfloat16(x) if dtype == tl.bfloat16 else x
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 -> ``dtype`` (bfloat16 or float32) for a store."""
     if dtype == tl.float32:

@@ -62,3 +62,18 @@ def quantize_launch(rows: int, k: int, own_outer: bool, target: Target) -> Quant
     splits = min(tiles, -(-target.multiprocessors // max(programs, 1))) if own_outer else tiles
     one_wave = programs * splits <= 8 * target.multiprocessors
     return QuantizeLaunch(block_m, block_k, splits, num_warps=4 if one_wave else 2)
+
+
+@dataclass(frozen=True)
+class RowsLaunch:
+    """``block_m`` rows by ``block_k`` words of eight elements."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+
+
+def rows_launch(words: int) -> RowsLaunch:
+    """Tiles of rows that are only moved and unpacked: about 1024 words, up to 256 of them in a row."""
+    block_k = min(256, 1 << (words - 1).bit_length())
+    return RowsLaunch(1024 // block_k, block_k, 4)

@@ -47,6 +47,9 @@ ELEMENT_TOP = tl.constexpr(_FORMAT.element.top)
 # Where the sign bit of a float32 goes in a code.
 SIGN_SHIFT = tl.constexpr(31 - _FORMAT.element.magnitude_bits)
 SIGN_CODE = tl.constexpr(1 << _FORMAT.element.magnitude_bits)
+# A code's magnitude moved to where float32 keeps the exponent and first mantissa bit, and what that lacks in exponent.
+ELEMENT_SHIFT = tl.constexpr(23 - _FORMAT.element.mantissa_bits)
+ELEMENT_REBIAS = tl.constexpr(2.0 ** (127 - _FORMAT.element.bias))
 MID_1, MID_2, MID_3, MID_4, MID_5, MID_6, MID_7 = (tl.constexpr(_midpoint(code)) for code in range(1, 8))
 
 OUTER_LOWEST = tl.constexpr(127 + OUTER_EXPONENTS[0])
@@ -197,3 +200,29 @@ def _magnitude_of_short(a, step):
     twos = (snapped * 0.5 + (ROUND + 4.0 - 0.5 * SNAP)).to(tl.int32, bitcast=True)
     least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, ROUND_TOP))
     return least & tl.where(real, ELEMENT_TOP, 0)
+
+
+@triton.jit
+def decode_element(code):
+    """int32 code -> float32 element.
+
+    The magnitude's bits are those of a float32 of the same value but for the exponent's bias, its subnormal included.
+    """
+    bits = ((code & ELEMENT_TOP) << ELEMENT_SHIFT) | ((code & SIGN_CODE) << SIGN_SHIFT)
+    return bits.to(tl.float32, bitcast=True) * ELEMENT_REBIAS
+
+
+@triton.jit
+def quantize_blocks(blocks, exponent, SHORT: tl.constexpr):
+    """float32 [M, B, 16] and biased exponents of the rows' outer scales [M] (0: none, NaN scales) -> int32 codes
+    [M, B, 16], int32 scale bytes [M, B], float32 block scale * outer scale [M, B]."""
+    scale = encode_scale(tl.max(magnitude_bits(blocks), axis=2), exponent[:, None])
+    scale = tl.where((exponent == 0)[:, None], SCALE_NAN, scale)
+    step = decode_scale(scale) * power_of_two(exponent)[:, None]
+    return encode_element(blocks, step[:, :, None], SHORT), scale, step
+
+
+@triton.jit
+def largest_finite(x):
+    """float32 [M, K] -> bits of each row's largest finite magnitude [M]."""
+    return tl.max(finite_or_zero(magnitude_bits(x)), axis=1)

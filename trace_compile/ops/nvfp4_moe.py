@@ -232,7 +232,7 @@ def native(o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
         if x is not None and hq is not None:
             found |= {Out.X_CODES: x.packed, Out.X_SCALES: x.scales, Out.X_OUTER: x.outer}
             found |= {Out.H_CODES: hq.packed, Out.H_SCALES: hq.scales, Out.H_OUTER: hq.outer}
-    return _in_order(found, o)
+    return in_order(found, o)
 
 
 def _statistics(
@@ -294,10 +294,10 @@ def result_shapes(o: NvFp4MoEOperands) -> dict[int, tuple[int, ...]]:
 def fake(o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
     """Shapes, dtypes and devices of :func:`native`; contiguous, as there."""
     check(o)
-    return _in_order({i: o.x.new_empty(s, dtype=_dtype(i, o)) for i, s in result_shapes(o).items()}, o)
+    return in_order({i: o.x.new_empty(s, dtype=_dtype(i, o)) for i, s in result_shapes(o).items()}, o)
 
 
-def _in_order(found: dict[int, Tensor], o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
+def in_order(found: dict[int, Tensor], o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
     return tuple(found[i] if i in found else o.x.new_empty(0, dtype=_dtype(i, o)) for i in Out)
 
 

@@ -4,7 +4,7 @@ Quantizers are passed straight through: their gradient is the identity for every
 ``|x/s| > 6`` would cut off the largest element of half of all blocks). With r the row of (token t, slot k, expert e):
 
     gates   dgate = <dy[t], o[r]> = <dy[t] W2q[e], hq[r]> + <dy[t], b2[e]>     so o is neither saved nor recomputed
-    down    dh = gate dy[t] W2q[e]       dW2[e] = sum of (gate dy[t]) hq[r]^T       db2[e] = sum of gate dy[t]
+    down    dh = gate dy[t] W2q[e]       dW2[e] = sum of dy[t] (gate hq[r])^T       db2[e] = sum of gate dy[t]
     act     dpre = vjp of the activation at the saved (or recomputed) pre-activation
     gate/up dx[t] = sum over k in slot order of dpre W13q[e]    dW13[e] = sum of dpre xq[t]^T    db13[e] = sum of dpre
 
@@ -102,7 +102,6 @@ def native(o: BackwardOperands) -> tuple[Tensor, ...]:
         h = dequantized(hq, more_h, dtype)
 
     dy, gates = o.dy[routing.token], o.gates.reshape(-1)[routing.order].unsqueeze(-1)
-    do = (dy * gates).to(dtype)
     dh = expert_linear(dy, None, w2.transposed, None, routing)
 
     dgates = o.gates.new_empty(0)
@@ -112,8 +111,10 @@ def native(o: BackwardOperands) -> tuple[Tensor, ...]:
             row = row + (dy.float() * o.b2[routing.expert].float()).sum(-1)
         row = row.masked_fill(routing.dropped[:, 0], 0)
         dgates = row[routing.inverse].view(tokens, top_k).to(o.gates.dtype)
-    dw2 = grouped_wgrad(do, h, routing) if o.need_w2 else dy.new_empty(0)
-    db2 = grouped_sum(do, routing).to(o.b2.dtype) if o.b2 is not None and o.need_b2 else dy.new_empty(0)
+    dw2 = grouped_wgrad(dy, (h * gates).to(dtype), routing) if o.need_w2 else dy.new_empty(0)
+    db2 = dy.new_empty(0)
+    if o.b2 is not None and o.need_b2:
+        db2 = grouped_sum((dy * gates).to(dtype), routing).to(o.b2.dtype)
     dpre = vjp((dh * gates).to(dtype))
     db13 = grouped_sum(dpre, routing).to(o.b13.dtype) if o.b13 is not None and o.need_b13 else dy.new_empty(0)
     dw13, dx = dy.new_empty(0), dy.new_empty(0)

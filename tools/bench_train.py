@@ -1,0 +1,233 @@
+"""Times training of one layer's experts in NVFP4 on a GPU, behind a check of results, beside bfloat16 in the same run.
+
+    python tools/bench_train.py [--shape qwen3-30b-a3b] [--tokens 4096 16384] [--profile]
+
+Forward and backward of the whole expert FFN from routed ids: ``ours`` (weights packed beforehand), ``lean`` (grouped
+bfloat16 GEMMs with rows sorted once and torch operations around them), ``transformers`` (its own bfloat16 experts).
+Prints microseconds (median of CUDA-graph replays), the ratio to lean, what packing the weights adds when it is shared
+by 1, 4 and 16 micro-batches, and the most memory one forward and backward take beyond operands and gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trace_compile.kernels import providers
+from trace_compile.ops import SWIGLU, W4A4_ROW, W4A4_TRACED, MoEScheme, Out, WeightLayout, check_close
+from trace_compile.ops.routing import route
+from trace_compile.state.packed import PackedWeights
+
+ops = torch.ops.trace_compile
+assert providers
+
+
+@dataclass(frozen=True)
+class Shape:
+    experts: int
+    hidden: int
+    width: int
+    top_k: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(128, 2048, 768, 8),
+    "mixtral-8x7b": Shape(8, 4096, 14336, 2),
+    "tiny": Shape(8, 256, 128, 2),
+}
+
+
+@dataclass
+class Layer:
+    """One layer's operands; gradients are asked of x, gates and both weights."""
+
+    shape: Shape
+    x: Tensor
+    ids: Tensor
+    gates: Tensor
+    w13: Tensor
+    w2: Tensor
+    dy: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, tokens: int) -> Layer:
+        g = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*dims: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*dims, generator=g, device="cuda", dtype=torch.bfloat16) * scale).requires_grad_()
+
+        ids = torch.rand(tokens, shape.experts, generator=g, device="cuda").argsort(1)[:, : shape.top_k]
+        gates = torch.softmax(torch.randn(tokens, shape.top_k, generator=g, device="cuda"), 1).bfloat16()
+        w13 = normal(shape.experts, 2 * shape.width, shape.hidden, scale=shape.hidden**-0.5)
+        w2 = normal(shape.experts, shape.hidden, shape.width, scale=shape.width**-0.5)
+        x, dy = normal(tokens, shape.hidden), normal(tokens, shape.hidden).detach()
+        return cls(shape, x, ids.contiguous(), gates.requires_grad_(), w13, w2, dy)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.gates, self.w13, self.w2]
+
+    def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        y = forward()
+        return (y.detach(), *torch.autograd.grad(y, self.leaves, self.dy))
+
+    def packs(self, cache: PackedWeights, scheme: MoEScheme) -> list[Tensor]:
+        assert scheme.weight is not None
+        packed = [cache.get(n, w, WeightLayout(), scheme.weight) for n, w in (("w13", self.w13), ("w2", self.w2))]
+        return [t for p in packed for t in (p.codes, p.scales, p.outer)]
+
+    def ours(self, scheme: MoEScheme, packs: list[Tensor], op: object = None, recompute: bool = False) -> Tensor:
+        outer = torch.full((2,), 2.0**-8, device="cuda") if scheme == W4A4_TRACED else None
+        rest = (outer, None, None, None, None, scheme.key, SWIGLU.key, "none", "none", False, recompute)
+        op = op or ops.nvfp4_moe_trains
+        return op(self.x, self.ids, self.gates, self.w13, self.w2, None, None, *packs, *rest)[Out.Y]  # type: ignore[operator]
+
+    def lean(self) -> Tensor:
+        routing = route(self.ids, self.shape.experts)
+        rows = self.x.index_select(0, routing.token)
+        gate, up = torch._grouped_mm(rows, self.w13.transpose(1, 2), offs=routing.offsets).chunk(2, -1)
+        out = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=routing.offsets)
+        weighted = out.index_select(0, routing.inverse).view(*self.ids.shape, -1) * self.gates.unsqueeze(-1)
+        return weighted.sum(1)
+
+    def transformers(self) -> Callable[[], Tensor]:
+        from transformers.models.qwen3_moe import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        config = Qwen3MoeConfig(
+            hidden_size=self.shape.hidden,
+            moe_intermediate_size=self.shape.width,
+            num_experts=self.shape.experts,
+            num_experts_per_tok=self.shape.top_k,
+        )
+        config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config)
+        module.gate_up_proj, module.down_proj = (torch.nn.Parameter(w.detach()) for w in (self.w13, self.w2))
+        # The parameters share memory with the layer's weights; gradients are asked of the module's own.
+        self.w13, self.w2 = module.gate_up_proj, module.down_proj
+        return lambda: module(self.x, self.ids, self.gates)
+
+
+def microseconds(work: Callable[[], object], repeats: int = 15) -> float:
+    """Median time of replays of a CUDA graph of ``work``."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    times = []
+    for _ in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    del kept, graph
+    return statistics.median(times[3:])
+
+
+def extra_memory(work: Callable[[], tuple[Tensor, ...]]) -> int:
+    """Bytes that ``work`` takes at its peak beyond what was there before and what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in results)
+
+
+def check(layer: Layer, scheme: MoEScheme, packs: list[Tensor]) -> None:
+    """The gate: outputs and gradients against the native op on the same operands."""
+    got = layer.step(lambda: layer.ours(scheme, packs))
+    want = layer.step(lambda: layer.ours(scheme, packs, ops.nvfp4_moe))
+    k = max(layer.ids.numel(), layer.shape.hidden, 2 * layer.shape.width)
+    for name, a, b in zip(("y", "x", "gates", "w13", "w2"), got, want, strict=True):
+        check_close(a, b, k=k, dtype=torch.bfloat16, stages=8, name=name)
+
+
+def bench(name: str, tokens: int, profile: bool, gate: bool) -> None:
+    shape = SHAPES[name]
+    layer = Layer.random(shape, tokens)
+    cache = PackedWeights()
+    found: dict[str, tuple[float, int]] = {}
+
+    def measure(label: str, work: Callable[[], Tensor]) -> None:
+        def step() -> tuple[Tensor, ...]:
+            return layer.step(work)
+
+        step()
+        found[label] = (microseconds(step), extra_memory(step))
+
+    measure("lean bf16", layer.lean)
+    measure("transformers bf16", layer.transformers())
+    packs = layer.packs(cache, W4A4_ROW)
+    if gate:
+        check(layer, W4A4_ROW, packs)
+        print(f"{name} {tokens} tokens: results and gradients are those of the native op")
+    measure("ours, rows' own scales", lambda: layer.ours(W4A4_ROW, packs))
+    measure("ours, traced scales", lambda: layer.ours(W4A4_TRACED, packs))
+    measure("ours, traced, recompute", lambda: layer.ours(W4A4_TRACED, packs, recompute=True))
+    base = found["lean bf16"][0]
+    for label, (time, memory) in found.items():
+        ratio, mebibytes = time / base, memory / 2**20
+        print(f"{name} {tokens:6d} tokens  {label:26s} {time:9.1f} us  {ratio:5.3f}x lean  {mebibytes:8.0f} MiB")
+    print_packing(layer, found["ours, traced scales"][0], base)
+    if profile:
+        print_profile(lambda: layer.step(lambda: layer.ours(W4A4_TRACED, packs)))
+
+
+def print_packing(layer: Layer, ours: float, base: float) -> None:
+    cache = PackedWeights()
+    times = []
+    for _ in range(6):
+        cache.refresh() if len(cache) else None
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        layer.packs(cache, W4A4_ROW)
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    packing = statistics.median(times[1:])
+    shared = "  ".join(f"/{n}: {(ours + packing / n) / base:5.3f}x" for n in (1, 4, 16))
+    print(f"packing both weights {packing:9.1f} us; with it shared by micro-batches, to lean: {shared}")
+
+
+def print_profile(work: Callable[[], object]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
+        for _ in range(3):
+            work()
+        torch.cuda.synchronize()
+    rows = sorted(run.key_averages(), key=lambda e: -e.self_device_time_total)[:28]
+    for event in rows:
+        calls = event.count / 3
+        print(f"  {event.self_device_time_total / 3:9.1f} us {calls:5.1f} calls  {event.key[:100]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--profile", action="store_true", help="time of each kernel of ours")
+    parser.add_argument("--no-gate", action="store_true", help="skip the check of results")
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16")
+    for tokens in arguments.tokens:
+        bench(arguments.shape, tokens, arguments.profile, not arguments.no_gate)
+
+
+if __name__ == "__main__":
+    main()
