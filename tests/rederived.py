@@ -178,6 +178,7 @@ class Reference:
         self.packed: list[tuple[Quantized, Quantized]] = []
         self.scales: dict[Site, Tensor] = {}
         self.version = 0
+        self.fitted: list[Tensor] = []
         self.guiding: Records | None = None
         self.used: dict[int, Tensor] = {}
         self.inputs: dict[int, Tensor] = {}
@@ -193,7 +194,10 @@ class Reference:
         if records is not None and self.recipe.traced:
             self.scales = {site: outer_scale(2 * amax.max().double()) for site, amax in records.amax.items()}
         self.packed = [self._pack(experts) for experts in self.layers]
-        self.version += 1
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        if not self.fitted or not all(torch.equal(a, b) for a, b in zip(weights, self.fitted)):
+            self.version += 1
+        self.fitted = weights
 
     def _pack(self, experts: Any) -> tuple[Quantized, Quantized]:
         return quantize_experts(experts.gate_up_proj), quantize_experts(experts.down_proj)

@@ -261,8 +261,10 @@ def play(recipe: str) -> Pair:
     pair.update()
     pair.train("two_versions", both, second)
     pair.refit(second)
+    pair.update()
     pair.refit()
     pair.train("stale", both, second)
+    pair.update()
     pair.refit()
     pair.train("too_stale", both, second)
     pair.reference.guiding = None

@@ -18,7 +18,8 @@ from trace_compile.numerics import decode_blocks, guided_blocks, unpack_nibbles
 from trace_compile.ops.rows import quantize_rows
 from trace_compile.runtime import Call
 from trace_compile.session import Session
-from trace_compile.state.trace import Guidance, Trace
+from trace_compile.state.guidance import Guidance
+from trace_compile.state.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,13 @@ class TraceCompiledModule(nn.Module):
 
     @contextmanager
     def trace(
-        self, *, record: RecordKind | None = None, inputs: bool = False, max_bytes: int = DEFAULT_MAX_BYTES
+        self,
+        *,
+        record: RecordKind | None = None,
+        inputs: bool = False,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        folder: str | os.PathLike[str] | None = None,
+        worker: str = "0",
     ) -> Iterator[Trace]:
         """Record what the twins do inside the ``with``: ranges, quantization outcomes of the guided layers, routing.
 
@@ -69,6 +75,8 @@ class TraceCompiledModule(nn.Module):
             record: ``"bit"`` or ``"code"`` per element, or ``"ranges"`` alone. Default: what the recipe replays.
             inputs: also keep the raw inputs of the recorded sites, for ``diagnose`` (large; not for training).
             max_bytes: bound on the memory of the records.
+            folder, worker: also write the records there while they come, as this worker; ``Trace.load(folder)`` reads
+                what all workers wrote, in any process, at any time (see ``state.shards``).
 
         Yields the ``Trace``. When the block ends without an error its ranges become the ones that the next ``refit()``
         adopts. Nothing quantizes with ranges that are still being observed.
@@ -85,6 +93,8 @@ class TraceCompiledModule(nn.Module):
         kind: RecordKind = record or ("ranges" if replayed == "none" else replayed)  # type: ignore[assignment]
         about = {"name": session.recipe.name, "record": kind}
         trace = Trace(session.layout(kind), session.fingerprint, about, max_bytes=max_bytes)
+        if folder is not None:
+            trace.record_into(folder, worker)
         recording = Recording(trace, kind, inputs=InputLog() if inputs else None)
         session.recording = recording
         try:
@@ -93,6 +103,7 @@ class TraceCompiledModule(nn.Module):
             session.recording = None
         trace.ranges = recording.accumulator.ranges()
         trace.inputs = recording.inputs
+        trace.close()
         if trace.ranges.sites:
             session.pending_ranges = trace.ranges
             for problem in trace.ranges.stale():
@@ -146,9 +157,11 @@ class TraceCompiledModule(nn.Module):
     def refresh(self) -> None:
         """Pack again at the next forward, for writes that autograd's version counter does not see (``param.data``).
 
-        Not needed after the step of a ``torch.optim`` optimizer, nor for twins: ``refit()`` always packs.
+        Not needed after the step of a ``torch.optim`` optimizer. ``refit()`` packs always, but without this it does
+        not know that such weights are new ones and gives them no version of their own.
         """
         session_of(self).weights.refresh()
+        session_of(self).versions.refresh()
 
     def _plain(self) -> nn.Module:
         """This model without the compiled part, over the same tensors and submodules."""

@@ -83,7 +83,7 @@ class Twin:
 
     def release(self) -> None:
         """Let go of the packed weights; Dynamo's caches outlive the module and hold this."""
-        self.packed, self.experts = PackedWeights(), {}
+        self.packed, self.experts, self.decoder = PackedWeights(), {}, Decoder(self)
 
     def masters(self) -> dict[str, nn.Parameter]:
         found = dict(self.source.named_parameters(remove_duplicate=False))
@@ -98,13 +98,16 @@ class Twin:
     def _packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
         return self.experts[region.weight(which)[0].name]
 
-    def refit(self, module: nn.Module) -> int:
-        """Pack the trainer's current weights into the twin; returns the new weights version.
+    def refit(self, module: nn.Module, version: int | None = None) -> int:
+        """Pack the trainer's current weights into the twin; returns their version.
 
+        Weights that no twin was fitted to before get a new version, one more than the last or the given ``version``
+        (an optimizer step count, say, that several processes agree on); all twins fitted to the same weights share it.
         Adopts the ranges of the last closed trace, where the recipe traces scales (inside ``model.trace()`` they wait
-        for the next refit). Raises ``NonFiniteWeightError`` naming the parameter, or ``GuidanceError`` naming
-        unobserved sites, or ``RefitError`` naming a parameter whose shape changed; the twin's weights and scales are
-        then what they were. A twin follows its trainer's modules too, where adapters were added or taken away.
+        for the next refit). Raises ``NonFiniteWeightError`` naming the parameter, ``GuidanceError`` naming unobserved
+        sites, or ``RefitError`` for a parameter whose shape changed or a version older than the last; the twin's weights
+        and scales are then what they were. A twin follows its trainer's modules too, where adapters were added or taken
+        away.
         """
         session = self.session
         ranges = session.ranges_to_adopt()
@@ -113,6 +116,7 @@ class Twin:
         masters, regrown = self.masters(), not same_tree(self.source, module)
         if self.copies:
             check_copies(self.source, None if regrown else module, skip=self.experts)
+        session.versions.check(version)
         if any(packed.codes.device != masters[name].device for name, packed in self.experts.items()):
             self._pack_anew()  # the model was moved
         elif self.experts:
@@ -129,15 +133,14 @@ class Twin:
             own_tensors(module, skip=self.experts)
         else:
             share_tensors(self.source, module)
-        return self._next_version()
-
-    def _next_version(self) -> int:
-        self.session.version += 1
-        self.version = self.session.version
+        self.version = session.versions.observe(masters, version)
         return self.version
 
-    def load(self, module: nn.Module, weights: Iterable[tuple[str, Tensor]], format: str) -> int:
+    def load(
+        self, module: nn.Module, weights: Iterable[tuple[str, Tensor]], format: str, version: int | None = None
+    ) -> int:
         """See ``RolloutModule.load_weights``."""
+        self.session.versions.check(version)
         received = receive(self.session, module, weights, format)
         if received.others and not self.copies:
             raise RefitError(
@@ -151,7 +154,8 @@ class Twin:
                 target.copy_(tensor)
         if self.session.recipe.outer == "traced" and received.scales:
             self.session.outer.set({site: torch.tensor(scale) for site, scale in received.scales.items()})
-        return self._next_version()
+        self.version = self.session.versions.advance(version)
+        return self.version
 
     def packed_experts(self) -> SessionExperts:
         """What this twin generates with, for export."""
@@ -209,14 +213,20 @@ class RolloutModule(OwnDecoding):
         twin: Twin = self.__dict__[ATTRIBUTE]
         return twin.forward(self, args, kwargs)
 
-    def refit(self) -> int:
+    def refit(self, version: int | None = None) -> int:
         """See ``Twin.refit``."""
         twin: Twin = self.__dict__[ATTRIBUTE]
-        return twin.refit(self)
+        return twin.refit(self, version)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, format: str = "compressed-tensors") -> int:
+    def load_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        format: str = "compressed-tensors",
+        version: int | None = None,
+    ) -> int:
         """Take packed weights as an engine does: ``(name, tensor)`` pairs of ``stream_weights`` in any order, from
-        another process maybe. Returns the new weights version.
+        another process maybe. Returns the new weights version: the given one, or one more than the last.
 
         All or nothing, and the same stream again changes nothing. Addresses stay. The stream is read to its end first,
         so it takes a second copy of the packed weights. Raises ``RefitError`` or ``ExportError`` naming the tensor that
@@ -224,7 +234,7 @@ class RolloutModule(OwnDecoding):
         weights again.
         """
         twin: Twin = self.__dict__[ATTRIBUTE]
-        return twin.load(self, weights, format)
+        return twin.load(self, weights, format, version)
 
     def stream_weights(self, **options: Any) -> ModelStream:
         """What this twin generates with, for a live engine; see ``exporting.stream_weights``."""
@@ -248,7 +258,7 @@ class RolloutModule(OwnDecoding):
 
     @property
     def weights_version(self) -> int:
-        """Version of the packed weights: the number of refits of the session when they were packed."""
+        """Version of the packed weights; see ``Twin.refit``."""
         twin: Twin = self.__dict__[ATTRIBUTE]
         return twin.version
 

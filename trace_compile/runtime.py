@@ -17,7 +17,7 @@ from torch import Tensor
 from trace_compile.errors import GuidanceError
 from trace_compile.ops.weights import Packed
 from trace_compile.passes.region import MoERegion
-from trace_compile.state.trace import Guidance
+from trace_compile.state.guidance import Guidance
 
 Emits = dict[str, dict[str, Tensor]]
 SiteKey = tuple[str, str]
@@ -71,8 +71,11 @@ class GuideRows:
 
     @classmethod
     def of(cls, guidance: Guidance) -> GuideRows:
-        sites = range(len(guidance.layout.sites))
-        return cls(torch.cat([guidance.site(i) for i in sites], dim=1), guidance.outer, guidance.hit)
+        sites = guidance.layout.sites
+        if not any(site.outer_bytes for site in sites):
+            return cls(guidance.rows[:, : guidance.layout.guidance_bytes], guidance.outer, guidance.hit)
+        rows = torch.cat([guidance.site(i) for i in range(len(sites))], dim=1)
+        return cls(rows, guidance.outer, guidance.hit)
 
 
 @dataclass

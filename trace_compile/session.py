@@ -29,7 +29,7 @@ from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKe
 from trace_compile.state.inputs import InputLog
 from trace_compile.state.layout import RecordLayout, Routing, Site
 from trace_compile.state.origins import Origins
-from trace_compile.state.packed import PackedWeights
+from trace_compile.state.packed import PackedWeights, WeightsVersion
 from trace_compile.state.ranges import Ranges
 from trace_compile.state.trace import Trace
 from trace_compile.tokens import TokenTracker
@@ -120,7 +120,7 @@ class Session:
         self.outer = OuterScales()
         self.ranges: Ranges | None = None
         self.pending_ranges: Ranges | None = None
-        self.version = 0
+        self.versions = WeightsVersion()
         self.guiding: Trace | None = None
         self.recording: Recording | None = None
         self.origins = Origins()
@@ -128,6 +128,11 @@ class Session:
         self.tracker = TokenTracker()
         self._twins: list[tuple[weakref.ref[nn.Module], Engine]] = []
         self.engine = self.new_engine(self._pack_live)
+
+    @property
+    def version(self) -> int:
+        """The newest version of the weights that a twin was fitted to."""
+        return self.versions.number
 
     def new_engine(self, pack: Callable[[MoERegion, str, Tensor], Packed]) -> Engine:
         """An engine for the trainer or for a twin; ``pack`` says where its packed weights come from."""

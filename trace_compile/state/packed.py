@@ -32,7 +32,7 @@ from trace_compile.state.origins import Packer
 
 
 @dataclass(frozen=True, eq=False)
-class _Stamp:
+class Stamp:
     """Which content an entry was packed from: the memory, how the parameter views it, and its version counter.
 
     The weak reference keeps the storage's identity (not its memory) alive, so that a new parameter in the place of a
@@ -43,19 +43,19 @@ class _Stamp:
     view: tuple[object, ...]
 
     @classmethod
-    def of(cls, param: Tensor) -> _Stamp:
+    def of(cls, param: Tensor) -> Stamp:
         version = None if param.is_inference() else param._version  # inference tensors have no version counter
         view = (param.data_ptr(), tuple(param.shape), param.stride(), param.dtype, param.device, version)
         return cls(StorageWeakRef(param.untyped_storage()), view)
 
-    def same(self, other: _Stamp) -> bool:
+    def same(self, other: Stamp) -> bool:
         return self.storage.cdata == other.storage.cdata and self.view == other.view
 
 
 @dataclass
 class _Entry:
     packed: Packed
-    stamp: _Stamp | None
+    stamp: Stamp | None
     """None: pack again at the next use."""
 
 
@@ -71,7 +71,7 @@ class PackedWeights:
         self._entries: dict[_Key, _Entry] = {}
         self.pack_count = 0
         """Parameters packed so far."""
-        _caches.add(self)
+        _watchers.add(self)
 
     def get(self, name: str, param: Tensor, layout: WeightLayout, scheme: OperandScheme) -> Packed:
         """The packed form of ``param`` [E, N, K] (in its ``layout``), packed again if it changed since the last call.
@@ -82,7 +82,7 @@ class PackedWeights:
         Raises ``NonFiniteWeightError`` naming the parameter; the entry then keeps its old content.
         """
         key = (name, layout, scheme)
-        stamp = _Stamp.of(param)
+        stamp = Stamp.of(param)
         entry = self._entries.get(key)
         if entry is not None and entry.stamp is not None and entry.stamp.same(stamp):
             return entry.packed
@@ -116,7 +116,7 @@ class PackedWeights:
         staged = []
         for key, entry in self._entries.items():
             param = masters[key[0]]
-            stamp = _Stamp.of(param)
+            stamp = Stamp.of(param)
             if force or entry.stamp is None or not entry.stamp.same(stamp):
                 packed = self._pack(key, param)
                 if not _fits(entry.packed, packed):
@@ -182,7 +182,7 @@ class PackedWeights:
             raise RefitError(f"no packed weights are named {unknown}; there are {sorted(self.names)}")
 
 
-def _write(entry: _Entry, packed: Packed, stamp: _Stamp | None) -> None:
+def _write(entry: _Entry, packed: Packed, stamp: Stamp | None) -> None:
     """Copies ``packed``, from any device, into the entry's tensors."""
     with torch.inference_mode(False), torch.no_grad():
         for part in fields(Packed):
@@ -200,16 +200,61 @@ def _shape(packed: Packed) -> torch.Size:
     return torch.Size((*outer, 2 * half))
 
 
-_caches: weakref.WeakSet[PackedWeights] = weakref.WeakSet()
+class WeightsVersion:
+    """Counts the states of a set of parameters, looked at from time to time; the same state has one number.
+
+    A change is seen as ``PackedWeights`` sees it, so hidden writes need ``refresh``.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._stamps: dict[str, Stamp] = {}
+        self._changed = True
+        _watchers.add(self)
+
+    def observe(self, parameters: Mapping[str, Tensor], number: int | None = None) -> int:
+        """The version of ``parameters`` now: one more than before if they changed since, or the given ``number``.
+
+        Raises ``RefitError`` for a number below the last one: of two records the one with the higher number is newer.
+        """
+        self.check(number)
+        stamps = {name: Stamp.of(p) for name, p in parameters.items()}
+        same = stamps.keys() == self._stamps.keys() and all(s.same(self._stamps[n]) for n, s in stamps.items())
+        if number is not None:
+            self.number = number
+        elif self._changed or not same:
+            self.number += 1
+        self._stamps, self._changed = stamps, False
+        return self.number
+
+    def advance(self, number: int | None = None) -> int:
+        """The version of weights that came from elsewhere: the given ``number`` or one more than the last."""
+        self.check(number)
+        self.number, self._changed = self.number + 1 if number is None else number, True
+        return self.number
+
+    def check(self, number: int | None) -> None:
+        """Raises ``RefitError`` for a number that ``observe`` would refuse."""
+        if number is not None and number < self.number:
+            raise RefitError(f"weights version {number} is older than the last one, {self.number}; versions only grow")
+
+    def refresh(self) -> None:
+        """The next look finds a change."""
+        self._changed = True
+
+    def _stepped(self, storages: Container[int]) -> None:
+        self._changed = self._changed or any(s.storage.cdata in storages for s in self._stamps.values())
+
+
+_watchers: weakref.WeakSet[PackedWeights | WeightsVersion] = weakref.WeakSet()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    caches = [cache for cache in _caches if len(cache)]
-    if not caches:
+    if not _watchers:
         return
     storages = {p.untyped_storage()._cdata for group in optimizer.param_groups for p in group["params"]}
-    for cache in caches:
-        cache._stepped(storages)
+    for watcher in tuple(_watchers):
+        watcher._stepped(storages)
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from trace_compile.state.offload import Piece
+
 KEY_BYTES = 8
 MERGE_BYTES = 512 << 20
 """Runs are not merged beyond this size, which bounds the copy that a merge makes."""
@@ -41,22 +43,21 @@ class Run:
 
 @dataclass
 class Stage:
-    """Appended pieces of one version and outer table, as they came: (keys, rows, valid) on any device."""
+    """Appended pieces (keys, rows, valid or None) of one version and outer table, on their way to the CPU."""
 
     version: int
     outer: Tensor
-    pieces: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0
 
     def collect(self) -> tuple[Tensor, Tensor]:
+        """Keys int64 [n] and rows uint8 [n, R] in the order they came, without the invalid ones."""
         keys, rows = [], []
-        for k, r, valid in self.pieces:
-            k, r = k.cpu(), r.cpu()
-            if valid is not None:
-                mask = valid.cpu()
-                k, r = k[mask], r[mask]
-            keys.append(k)
-            rows.append(r)
+        for piece in self.pieces:
+            k, r, valid = piece.wait()
+            assert k is not None and r is not None
+            keys.append(k if valid is None else k[valid])
+            rows.append(r if valid is None else r[valid])
         return torch.cat(keys), torch.cat(rows)
 
 
