@@ -44,7 +44,9 @@ def route(expert_ids: Tensor, num_experts: int, *, stable: bool = True) -> Routi
     """
     ids = expert_ids.reshape(-1)
     ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
-    _, order = torch.sort(ids, stable=True) if stable else torch.sort(ids)
+    # A stable order is the same for any dtype, and a radix sort of two bytes takes a quarter of the time of eight.
+    narrow = ids.short() if num_experts < torch.iinfo(torch.int16).max else ids
+    _, order = torch.sort(narrow, stable=True) if stable else torch.sort(ids)
     offsets = torch.searchsorted(ids[order], torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
     return routing_of(order, offsets, expert_ids.shape[1])
 
