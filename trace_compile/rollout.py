@@ -105,9 +105,9 @@ class Twin:
         (an optimizer step count, say, that several processes agree on); all twins fitted to the same weights share it.
         Adopts the ranges of the last closed trace, where the recipe traces scales (inside ``model.trace()`` they wait
         for the next refit). Raises ``NonFiniteWeightError`` naming the parameter, ``GuidanceError`` naming unobserved
-        sites, or ``RefitError`` for a parameter whose shape changed or a version older than the last; the twin's weights
-        and scales are then what they were. A twin follows its trainer's modules too, where adapters were added or taken
-        away.
+        sites, or ``RefitError`` for a parameter whose shape changed or a version older than the last; the twin's
+        weights and scales are then what they were. A twin follows its trainer's modules too, where adapters were added
+        or taken away.
         """
         session = self.session
         ranges = session.ranges_to_adopt()
