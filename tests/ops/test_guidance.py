@@ -25,6 +25,7 @@ from trace_compile.numerics import (
     decode_blocks,
     decode_e4m3,
     decode_exponent,
+    guided_blocks,
     guided_round,
     pack_bits,
     pack_nibbles,
@@ -33,6 +34,7 @@ from trace_compile.numerics import (
     unpack_nibbles,
 )
 from trace_compile.ops import W4A4_ROW, W4A4_TRACED, W4A16, Diag, MoEScheme, OperandScheme, Out, check_close
+from trace_compile.ops.records import RegionRow, encode_routing
 from trace_compile.ops.rows import guide_bytes, record_bytes
 
 H = 48
@@ -47,7 +49,7 @@ def drifted(case: Case, relative: float, seed: int = 3) -> Case:
     return case.with_leaves(x=case.x * (1 + relative * noise))
 
 
-def guidance(rollout: tuple[Tensor, ...], kind: str, **more: Any) -> dict[str, Any]:
+def guidance(rollout: Any, kind: str, **more: Any) -> dict[str, Any]:
     """Options that guide a call by what ``rollout`` recorded; a row's outer bytes are not part of the guide."""
     width = H // PER_BYTE[kind] + H // 16
     return {
@@ -197,7 +199,7 @@ def test_diagnosis_counts_what_guidance_changed(kind: str) -> None:
     ids = rollout.expert_ids.clone()
     ids[9] = -1
     rollout = rollout.with_leaves(expert_ids=ids)
-    case = drifted(rollout, 0.05)
+    case = drifted(rollout, 0.12)
     hit, valid = torch.arange(40) % 4 > 0, torch.arange(40) % 7 > 0
     out = case.run(diagnose=True, **guidance(rollout.run(record=kind), kind, hit=hit, valid=valid))
     routed = ((case.expert_ids >= 0) & (case.expert_ids < 3)).any(1)
@@ -205,21 +207,99 @@ def test_diagnosis_counts_what_guidance_changed(kind: str) -> None:
     counted = hit & valid & routed
     own, roll = quantize(case.x.detach()[counted]), quantize(rollout.x.detach()[counted])
     used = codes_of(out)[counted]
-    diag = out[Out.DIAG]
+    diag, down = out[Out.DIAG]
+    assert not down.any()
     assert diag.dtype == torch.float64 and diag[Diag.ELEMENTS] == int(counted.sum()) * H
     if kind == "bit":
         assert diag[Diag.MISMATCH_BEFORE] == ((own.codes ^ roll.codes) & 1).sum()
         assert diag[Diag.MISMATCH_AFTER] == ((used ^ roll.codes) & 1).sum() == 0
         assert (diag[Diag.ADJACENT :] == 0).all()
         return
-    line = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, -1, -2, -3, -4, -5, -6, -7])
-    steps = [(line[codes.long()] - line[roll.codes.long()]).abs() for codes in (own.codes, used)]
-    assert diag[Diag.MISMATCH_BEFORE] == (steps[0] != 0).sum() > diag[Diag.MISMATCH_AFTER] == (steps[1] != 0).sum()
-    assert diag[Diag.ADJACENT] == (steps[0] == 1).sum()
     q_roll, q_used = roll.dequantize().double(), guided_values(case.x.detach()[counted], roll, "code").double()
+    before, after = own.dequantize() != q_roll, q_used != q_roll
+    assert diag[Diag.MISMATCH_BEFORE] == before.sum() > diag[Diag.MISMATCH_AFTER] == after.sum() > 0
+    assert diag[Diag.ADJACENT] == (before & ~after).sum()
     distances = [(q - q_roll).square().sum() for q in (own.dequantize().double(), q_used)]
     torch.testing.assert_close(diag[Diag.DISTANCE_BEFORE :], torch.stack([*distances, q_roll.square().sum()]))
-    assert diag[Diag.DISTANCE_AFTER] < diag[Diag.DISTANCE_BEFORE] / 5
+    assert diag[Diag.DISTANCE_AFTER] < diag[Diag.DISTANCE_BEFORE] / 3
+
+
+def test_bits_guide_from_codes_where_they_are_diagnosed_with() -> None:
+    """Rows of codes say how far a trainer is that bits guide, or that nothing guides; the results are the same."""
+    rollout = make_case(W4A4_ROW, tokens=24)
+    case, codes = drifted(rollout, 0.05), rollout.run(record="code")
+    by_code = case.run(diagnose=True, **guidance(codes, "code"))
+    by_bits = case.run(diagnose=True, **guidance(codes, "code", guidance="bit"))
+    plain = case.run(diagnose=True, **guidance(codes, "code", guidance="none"))
+    assert torch.equal(by_bits[Out.Y], case.run(**guidance(rollout.run(record="bit"), "bit"))[Out.Y])
+    assert torch.equal(plain[Out.Y], case.run()[Out.Y])
+    a, b, c = (out[Out.DIAG][0] for out in (by_code, by_bits, plain))
+    same = [Diag.ELEMENTS, Diag.MISMATCH_BEFORE, Diag.ADJACENT, Diag.DISTANCE_BEFORE, Diag.NORM]
+    assert torch.equal(a[same], b[same]) and torch.equal(a[same], c[same])
+    assert c[Diag.MISMATCH_AFTER] == c[Diag.MISMATCH_BEFORE] > b[Diag.MISMATCH_AFTER] >= a[Diag.MISMATCH_AFTER]
+    with pytest.raises(GuidanceError, match="needs guide rows of 9 bytes, got 27"):
+        case.run(**guidance(codes, "code", guidance="bit"))
+
+
+@pytest.mark.parametrize("scheme", [W4A4_ROW, W4A4_TRACED])
+@pytest.mark.parametrize("kind", ["bit", "code"])
+def test_down_rows_are_recorded_and_found_by_their_expert(kind: str, scheme: MoEScheme) -> None:
+    """The trainer's slots stand in another order, and one of them chose an expert that the rollout did not."""
+    act, outer_in = scheme.act, TRACED if scheme is W4A4_TRACED else None
+    assert act is not None
+    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(i))[:3] for i in range(20)])
+    ids[5, 1] = -1
+    rollout = make_case(scheme, tokens=20, top_k=3, experts=4, ids=ids)
+    row = RegionRow(H, 32, 3, f"{kind}+down", act)
+    out = rollout.run(record=row.kind, outer_in=outer_in)
+    record, outer = out[Out.RECORD], out[Out.RECORD_OUTER]
+    gate_up = record_bytes(H, kind, act)
+    assert record.shape == (20, row.record_bytes) and outer.shape == (20, 4)
+    assert torch.equal(record[:, :gate_up], rollout.run(record=kind, outer_in=outer_in)[Out.RECORD])
+    slots = record[:, gate_up:].reshape(20, 3, -1)[..., : guide_bytes(32, kind, "nvfp4")]
+    inverse = torch.empty_like(out[Out.ORDER]).scatter_(0, out[Out.ORDER], torch.arange(60))
+    h_codes, h_scales = (out[i][inverse].view(20, 3, -1) for i in (Out.H_CODES, Out.H_SCALES))
+    payload = pack_bits(unpack_nibbles(h_codes)) if kind == "bit" else h_codes
+    assert torch.equal(slots, torch.cat((payload, h_scales), -1))
+    guide = torch.cat((record[:, : guide_bytes(H, kind, "nvfp4")], slots.flatten(1), encode_routing(ids)), 1)
+    assert guide.shape[1] == row.guide_bytes
+
+    shuffled = ids.roll(1, 1)
+    shuffled[7, 0] = next(e for e in range(4) if e not in ids[7].tolist())
+    moved = rollout.w13 * (1 + 0.04 * torch.randn(rollout.w13.shape, generator=torch.Generator().manual_seed(8)))
+    later = drifted(rollout, 0.04).with_leaves(expert_ids=shuffled, gates=rollout.gates.roll(1, 1), w13=moved)
+    hit = torch.arange(20) % 6 != 0
+    options = {"guidance": row.kind, "guide": guide, "guide_outer": outer, "hit": hit, "outer_in": outer_in}
+    guided = later.run(**options)
+    gate_up_rows = {Out.RECORD: record[:, :gate_up], Out.RECORD_OUTER: outer[:, 0]}
+    only = later.run(**(options | guidance(gate_up_rows, kind)))
+    assert torch.equal(guided[Out.X_CODES], only[Out.X_CODES]) and torch.equal(guided[Out.PRE], only[Out.PRE])
+    order = guided[Out.ORDER]
+    assert torch.equal(order, only[Out.ORDER])
+    h = later.activation.evaluate(guided[Out.PRE]).detach()
+    recorded = 0
+    for position, slot in enumerate(order.tolist()):
+        token, k = divmod(slot, 3)
+        expert = int(shuffled[token, k])
+        source = [j for j in range(3) if expert >= 0 and int(ids[token, j]) == expert]
+        if not hit[token] or not source:
+            assert torch.equal(guided[Out.H_CODES][position], only[Out.H_CODES][position])
+            assert torch.equal(guided[Out.H_SCALES][position], only[Out.H_SCALES][position])
+            continue
+        recorded += 1
+        j = source[0]
+        assert torch.equal(guided[Out.H_SCALES][position], h_scales[token, j])
+        codes = unpack_nibbles(h_codes[token, j])
+        told = {"codes": codes} if kind == "code" else {"bits": codes & 1}
+        g = outer[token, 1 + j]
+        expected = guided_blocks(h[position][None], h_scales[token, j][None], g[None], fmt="nvfp4", **told)
+        assert torch.equal(unpack_nibbles(guided[Out.H_CODES][position]), expected[0])
+    assert recorded > 30 and not torch.equal(guided[Out.Y], only[Out.Y])
+    twice = rollout.run(**(options | {"hit": None, "diagnose": True}))
+    assert torch.equal(twice[Out.Y], out[Out.Y])  # what was recorded, replayed where it was recorded
+    if kind == "code":
+        down = twice[Out.DIAG][1]
+        assert down[Diag.ELEMENTS] == int((ids >= 0).sum()) * 32 and down[Diag.MISMATCH_AFTER] == 0
 
 
 def test_drift_table_of_the_method() -> None:
@@ -227,7 +307,7 @@ def test_drift_table_of_the_method() -> None:
     case = make_case(W4A4_ROW, tokens=400, hidden=H, bias=False)
     later = drifted(case, 0.016)
     out = later.run(diagnose=True, **guidance(case.run(record="code"), "code"))
-    diag = out[Out.DIAG]
+    diag = out[Out.DIAG][0]
     assert 0.06 < (diag[Diag.DISTANCE_BEFORE] / diag[Diag.NORM]).sqrt() < 0.08
     assert (diag[Diag.DISTANCE_AFTER] / diag[Diag.NORM]).sqrt() < 0.002
 

@@ -37,14 +37,15 @@ from .checks import same_device, whole_blocks
 from .linear import ExpertWeights, expert_linear
 from .nvfp4_moe_backward import nvfp4_moe_backward
 from .observe import BUCKETS, Diag, diagnosis, expert_amax, expert_counts, histogram, row_amax, saturation
+from .records import KINDS, RegionRow, payload_of
 from .residual import operand, residual_of
 from .routing import Routing, combine, route, routed_tokens
-from .rows import Guide, guide_bytes, guide_rows, quantize_rows, record_bytes, record_rows
+from .rows import guide_rows, quantize_rows
 from .schema import custom_op
 from .scheme import MoEScheme, OperandScheme
 
-GUIDANCE = ("none", "bit", "code")
-RECORD = ("none", "ranges", "bit", "code")
+GUIDANCE = ("none", *KINDS)
+RECORD = ("none", "ranges", *KINDS)
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -52,13 +53,13 @@ class Out(IntEnum):
     """Positions in the op's result. What was not asked for has no elements."""
 
     Y = 0  # x.dtype [T, H]
-    RECORD = 1  # u8 [T, record_bytes]: the gate/up input's outcome
-    RECORD_OUTER = 2  # f32 [T]: outer scales of those rows
+    RECORD = 1  # u8 [T, record_bytes]: the outcome at the gate/up input, and for "+down" at the down input; see records
+    RECORD_OUTER = 2  # f32 [T], for "+down" [T, 1 + K]: outer scales of those rows
     AMAX = 3  # f32 [2, E]: largest finite |input| of gate_up and of down, per expert
     COUNTS = 4  # i64 [E]: routed tokens
     HIST = 5  # i64 [2, 64]: see observe.histogram; gate_up counts a token once, down counts routed rows
     SATURATED = 6  # i64 [2]
-    DIAG = 7  # f64 [7]: see observe.Diag
+    DIAG = 7  # f64 [2, 7]: see observe.Diag; gate_up, down (zeros where nothing is recorded)
     X_CODES = 8  # from here on: saved for the backward. u8 [T, H/2]
     X_SCALES = 9  # u8 [T, Format.scale_bytes(H)]
     X_OUTER = 10  # f32 [T]
@@ -75,7 +76,8 @@ class NvFp4MoEOperands:
     """Operands in schema order. ``None`` masters mean inference: nothing is saved.
 
     ``outer_in`` holds the traced outer scales of the gate/up and down inputs; ``guide`` rows are described in
-    :mod:`.rows`; ``hit`` says which tokens have a record (None: all); ``c*``, ``s*``, ``g*`` are ``Packed`` weights,
+    :mod:`.records` (with ``diagnose`` they may also be of codes where bits guide, or be there only to compare with);
+    ``hit`` says which tokens have a record (None: all); ``c*``, ``s*``, ``g*`` are ``Packed`` weights,
     without elements when the scheme leaves weights unquantized and w13, w2 are used instead.
     """
 
@@ -93,8 +95,8 @@ class NvFp4MoEOperands:
     s2: Tensor  # u8 [E, H, Format.scale_bytes(I)]
     g2: Tensor  # f32 [E]
     outer_in: Tensor | None  # f32 [2]
-    guide: Tensor | None  # u8 [T, guide_bytes]
-    guide_outer: Tensor | None  # f32 [T]
+    guide: Tensor | None  # u8 [T, guide_bytes]: see records
+    guide_outer: Tensor | None  # f32 [T], for "+down" [T, 1 + K]
     hit: Tensor | None  # bool [T]
     valid: Tensor | None  # bool [T]
     scheme: str
@@ -145,19 +147,30 @@ def check(o: NvFp4MoEOperands) -> None:
         raise UnknownFormatError(f"scheme {o.scheme!r} takes traced outer scales but outer_in is None: trace a rollout")
     if o.guidance not in GUIDANCE or o.record not in RECORD:
         raise GuidanceError(f"guidance {o.guidance!r} must be one of {GUIDANCE}, record {o.record!r} one of {RECORD}")
-    if act is None and (o.guidance != "none" or o.record in ("bit", "code")):
+    if act is None and (o.guidance != "none" or o.record in KINDS):
         raise GuidanceError(
             f"guidance {o.guidance!r}, record {o.record!r}: scheme {o.scheme!r} quantizes no activations"
         )
-    if o.guidance != "none":
+    if o.guidance != "none" and guide_row(o) is None:
         assert act is not None
-        expected = guide_bytes(o.x.shape[1], o.guidance, act.fmt)
-        if o.guide is None or o.guide_outer is None or o.guide.shape[1] != expected:
-            found = "none" if o.guide is None else f"{o.guide.shape[1]} bytes"
-            raise GuidanceError(
-                f"guidance {o.guidance!r} of width {o.x.shape[1]} needs guide rows of {expected} bytes, got {found},"
-                f" and guide_outer, which is {'missing' if o.guide_outer is None else 'given'}"
-            )
+        expected = RegionRow(o.x.shape[1], o.width, o.expert_ids.shape[1], o.guidance, act).guide_bytes
+        found = "none" if o.guide is None else f"{o.guide.shape[1]} bytes"
+        raise GuidanceError(
+            f"guidance {o.guidance!r} of width {o.x.shape[1]} needs guide rows of {expected} bytes, got {found},"
+            f" and guide_outer, which is {'missing' if o.guide_outer is None else 'given'}"
+        )
+
+
+def guide_row(o: NvFp4MoEOperands) -> RegionRow | None:
+    """What the guide rows are: of the kind that guides; or, to be diagnosed with, of whole codes. None: not used."""
+    act = o.schemes.act
+    if act is None or o.guide is None or o.guide_outer is None or (o.guidance == "none" and not o.diagnose):
+        return None
+    kinds = ["code", "code+down"] if o.guidance == "none" else [o.guidance]
+    if o.diagnose and o.guidance != "none":
+        kinds.append(o.guidance.replace("bit", "code"))
+    rows = [RegionRow(o.x.shape[1], o.width, o.expert_ids.shape[1], kind, act) for kind in kinds]
+    return next((row for row in rows if row.guide_bytes == o.guide.shape[1]), None)
 
 
 def _check_format(scheme: OperandScheme, activations: bool) -> None:
@@ -194,12 +207,15 @@ def native(o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
     routing = route(o.expert_ids, experts)
     counted = Counted.of(o.expert_ids, o.valid, routing)
 
-    x, own, guide, more_x, more_h = None, None, None, None, None
+    x, own, more_x, more_h, row = None, None, None, None, guide_row(o)
+    guide, guide_h = None, None
+    if row is not None:
+        assert o.guide is not None and o.guide_outer is not None
+        use = row.payload if o.guidance == "none" else payload_of(o.guidance)
+        guide, guide_h = row.read(o.guide, o.guide_outer, o.hit, o.expert_ids, routing, use)
     if act is not None:
         x = own = quantize_rows(o.x, act, o.outer_in[0] if o.outer_in is not None else None, counted.tokens)
-        if o.guidance != "none":
-            assert o.guide is not None and o.guide_outer is not None
-            guide = Guide.read(o.guide, o.guide_outer, o.hit, o.guidance, o.x.shape[1], act.fmt)
+        if guide is not None and o.guidance != "none":
             x = guide_rows(o.x, own, guide)
         more_x = residual_of(o.x, x, act, routed_tokens(routing, tokens, top_k))
     x_values, x_outer = operand(x, o.x, dtype, more_x)
@@ -207,24 +223,29 @@ def native(o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
     w13 = ExpertWeights.load(o.w13, o.c13, o.s13, o.g13, weight_fmt, dtype)
     pre = expert_linear(x_values[routing.token], x_outer, w13.augmented(more_x), o.b13, routing)
     h = Activation.parse(o.activation).evaluate(pre)
-    hq = None
+    hq = own_h = None
     if act is not None:
-        hq = quantize_rows(h, act, o.outer_in[1] if o.outer_in is not None else None, counted.rows)
+        hq = own_h = quantize_rows(h, act, o.outer_in[1] if o.outer_in is not None else None, counted.rows)
+        if guide_h is not None and o.guidance != "none":
+            hq = guide_rows(h, own_h, guide_h)
         more_h = residual_of(h, hq, act, ~routing.dropped[:, 0])
     w2 = ExpertWeights.load(o.w2, o.c2, o.s2, o.g2, weight_fmt, dtype)
     out = expert_linear(*operand(hq, h, dtype, more_h), w2.augmented(more_h), o.b2, routing)
     weighted = (out * o.gates.reshape(-1)[routing.order].unsqueeze(-1)).masked_fill(routing.dropped, 0)
 
     found: dict[int, Tensor] = {Out.Y: combine(weighted, routing, tokens, top_k).to(dtype)}
-    if o.record in ("bit", "code"):
-        assert x is not None and act is not None
-        found |= {Out.RECORD: record_rows(x, o.record, act), Out.RECORD_OUTER: x.outer.clone()}
+    if o.record in KINDS:
+        assert x is not None and hq is not None and act is not None
+        recorded = RegionRow(o.x.shape[1], o.width, top_k, o.record, act)
+        found[Out.RECORD], found[Out.RECORD_OUTER] = recorded.record(x, hq, routing)
     if o.record != "none":
         outers = None if x is None or hq is None else (x.outer, hq.outer)
         found |= _statistics(o.x, h, outers, act, counted, routing)
     if o.diagnose and guide is not None:
-        assert own is not None and x is not None
-        found[Out.DIAG] = diagnosis(own, x, guide, counted.tokens)
+        assert own is not None and x is not None and own_h is not None and hq is not None
+        sites = [diagnosis(o.x, own, x, guide, counted.tokens)]
+        sites.append(torch.zeros_like(sites[0]) if guide_h is None else diagnosis(h, own_h, hq, guide_h, counted.rows))
+        found[Out.DIAG] = torch.stack(sites)
     if o.trains:
         found |= {Out.ORDER: routing.order, Out.OFFSETS: routing.offsets}
         if not o.recompute:
@@ -272,13 +293,14 @@ def result_shapes(o: NvFp4MoEOperands) -> dict[int, tuple[int, ...]]:
     (experts, columns), width, slots = o.shape13, o.width, tokens * top_k
     act = o.schemes.act
     shapes: dict[int, tuple[int, ...]] = {Out.Y: (tokens, hidden)}
-    if o.record in ("bit", "code"):
+    if o.record in KINDS:
         assert act is not None
-        shapes |= {Out.RECORD: (tokens, record_bytes(hidden, o.record, act)), Out.RECORD_OUTER: (tokens,)}
+        row = RegionRow(hidden, width, top_k, o.record, act)
+        shapes |= {Out.RECORD: (tokens, row.record_bytes), Out.RECORD_OUTER: (tokens, *row.outer_shape)}
     if o.record != "none":
         shapes |= {Out.AMAX: (2, experts), Out.COUNTS: (experts,), Out.HIST: (2, BUCKETS), Out.SATURATED: (2,)}
-    if o.diagnose and o.guidance != "none":
-        shapes[Out.DIAG] = (len(Diag),)
+    if o.diagnose and guide_row(o) is not None:
+        shapes[Out.DIAG] = (2, len(Diag))
     if o.trains:
         shapes |= {Out.ORDER: (slots,), Out.OFFSETS: (experts,)}
         if not o.recompute:

@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ..numerics import amax, saturated
+from ..numerics import amax, guided_blocks, saturated
 from .routing import Routing
 from .rows import Guide, Rows
 from .scheme import OperandScheme
@@ -21,16 +21,15 @@ LOWEST_EXPONENT = -32
 """Bucket b counts elements with ``floor(log2 |x|) == b - 32``; the first also all smaller ones and zeros, the last also
 all larger ones, Inf and NaN."""
 _MANTISSA_BITS, _EXPONENT_BIAS, _MAGNITUDE = 23, 127, 0x7FFFFFFF  # of float32
-_SIGN = 8  # sign bit of a 4-bit code
 
 
 class Diag(IntEnum):
-    """Entries of the diagnosis vector, float64 [7], over the counted rows that have a record.
+    """Entries of a site's diagnosis, float64 [7], over the counted rows that have a record.
 
-    A mismatch is an element whose code (guidance "code") or mantissa bit ("bit") differs from the rollout's, before
-    guidance (own scale, nearest) and after. The rest needs codes and stays 0 for bits: mismatches before that are one
-    codeword apart; squared distances of the dequantized rows to the rollout's, whose squared norm is NORM, so that
-    ``D = sqrt(DISTANCE / NORM)``.
+    A mismatch is an element whose value (from records of codes) or mantissa bit (from records of bits) differs from the
+    rollout's, before guidance (own scales, nearest) and as used. The rest needs codes and stays 0 for bits: mismatches
+    before that whole codes can restore, the rollout's codeword being one of the two around the own value; squared
+    distances to the rollout's rows, whose squared norm is NORM, so that ``D = sqrt(DISTANCE / NORM)``.
     """
 
     ELEMENTS = 0
@@ -74,31 +73,32 @@ def saturation(x: Tensor, outer: Tensor, scheme: OperandScheme, counted: Tensor)
     return (saturated(x, outer, scheme.fmt, scheme.profile) & counted.unsqueeze(-1)).sum()
 
 
-def diagnosis(own: Rows, used: Rows, guide: Guide, counted: Tensor) -> Tensor:
-    """float64 [7], see :class:`Diag`. ``own`` is the unguided outcome, ``used`` the guided one."""
+def diagnosis(x: Tensor, own: Rows, used: Rows | None, guide: Guide, counted: Tensor) -> Tensor:
+    """float64 [7], see :class:`Diag`: rows ``x [M, K]``, their unguided outcome ``own`` and what is ``used`` (None: x
+    itself); ``counted bool [M]``."""
     chosen = (counted & guide.hit).unsqueeze(-1)
 
     def count(condition: Tensor) -> Tensor:
         return (condition & chosen).sum().double()
 
     elements = count(torch.ones_like(own.codes, dtype=torch.bool))
-    if guide.kind == "bit":
-        before, after = (count((r.codes & 1) != guide.payload) for r in (own, used))
-        return torch.stack([elements, before, after, *[torch.zeros_like(elements)] * 4])
-    before, after = (_steps(r.codes, guide.payload) for r in (own, used))
-    rollout = Rows(guide.payload, guide.scales, guide.outer, own.fmt).dequantize(torch.float32)
-    distances = [_squares(r.dequantize(torch.float32) - rollout, chosen) for r in (own, used)]
+    if guide.codes is None:
+        after = own if used is None else used
+        counts = [count((rows.codes & 1) != guide.payload) for rows in (own, after)]
+        return torch.stack([elements, *counts, *[torch.zeros_like(elements)] * 4])
+    rollout = Rows(guide.codes, guide.scales, guide.outer, own.fmt).dequantize(torch.float32)
+    before = own.dequantize(torch.float32)
+    after = x.float() if used is None else used.dequantize(torch.float32)
+    nearest = guided_blocks(x.float(), guide.scales, guide.outer, fmt=own.fmt, codes=guide.codes)
+    restored = Rows(nearest, guide.scales, guide.outer, own.fmt).dequantize(torch.float32)
+    differs = before != rollout
     return torch.stack(
-        [elements, count(before != 0), count(after != 0), count(before == 1), *distances, _squares(rollout, chosen)]
+        [
+            elements,
+            count(differs),
+            count(after != rollout),
+            count(differs & (restored == rollout)),
+            *(torch.where(chosen, value - rollout, 0).double().square().sum() for value in (before, after)),
+            torch.where(chosen, rollout, 0).double().square().sum(),
+        ]
     )
-
-
-def _steps(a: Tensor, b: Tensor) -> Tensor:
-    """Codewords between two 4-bit codes on the signed line; the two zeros are one point."""
-    a, b = (torch.where(c >= _SIGN, _SIGN - c.int(), c.int()) for c in (a, b))
-    return (a - b).abs()
-
-
-def _squares(x: Tensor, chosen: Tensor) -> Tensor:
-    """float64 []: sum of squares over the chosen rows."""
-    return torch.where(chosen, x, 0).double().square().sum()

@@ -88,15 +88,24 @@ class Guide:
     scales: Tensor  # u8 [M, Format.scale_bytes(K)]
     outer: Tensor  # f32 [M]
     hit: Tensor  # bool [M]: there is a record, and not that of a NaN token
-    kind: str  # "bit" or "code"
+    kind: str  # "bit" or "code": what the payload is
+    codes: Tensor | None  # u8 [M, K]: the rollout's codes, where the record has them
 
     @classmethod
-    def read(cls, guide: Tensor, outer: Tensor, hit: Tensor | None, kind: str, width: int, fmt: str) -> Guide:
-        """Splits guide rows ``u8 [M, payload + scales]``; ``outer f32 [M]``; without ``hit`` every row has a record."""
+    def read(
+        cls, guide: Tensor, outer: Tensor, hit: Tensor | None, kind: str, width: int, fmt: str, use: str | None = None
+    ) -> Guide:
+        """Splits guide rows ``u8 [M, payload + scales]`` of ``kind``; ``outer f32 [M]``; without ``hit`` every row has
+        a record. ``use="bit"`` takes the mantissa bits of codes."""
         payload, scales = guide.tensor_split([width // _ELEMENTS_PER_BYTE[kind]], dim=1)
-        payload = unpack_bits(payload) if kind == "bit" else unpack_nibbles(payload)
+        codes = None if kind == "bit" else unpack_nibbles(payload)
+        use = use or kind
+        if codes is None:
+            payload = unpack_bits(payload)
+        else:
+            payload = codes & 1 if use == "bit" else codes
         recorded = finite_scales(scales, fmt)
-        return cls(payload, scales, outer.float(), recorded if hit is None else hit & recorded, kind)
+        return cls(payload, scales, outer.float(), recorded if hit is None else hit & recorded, use, codes)
 
 
 def guide_rows(x: Tensor, own: Rows, guide: Guide) -> Rows:
