@@ -221,7 +221,7 @@ def test_update_all_stages_before_it_copies(monkeypatch):
             raise MemoryError
         return pack_experts(param, layout, scheme, name=name)
 
-    monkeypatch.setattr(module, "pack_experts", run_out)
+    monkeypatch.setattr(cache, "_pack_experts", run_out)
     with pytest.raises(MemoryError):
         cache.update_all({name: weight(10 + i) for i, name in enumerate(params)})
     assert len(calls) == 3

@@ -185,7 +185,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("call", ["os.replace", "_sync", "write"])
+@pytest.mark.parametrize("call", ["os.replace", "sync", "write"])
 def test_a_worker_killed_at_any_step_of_any_write_continues(tmp_path, monkeypatch, call):
     """What was complete before the kill is there, readers never see half a file, and the next run goes on."""
     keys = random_keys(64)
@@ -207,8 +207,8 @@ def test_a_worker_killed_at_any_step_of_any_write_continues(tmp_path, monkeypatc
         with monkeypatch.context() as patch:
             if call == "os.replace":
                 patch.setattr(os, "replace", lambda *a, real=os.replace: step(*a, real=real))
-            elif call == "_sync":
-                patch.setattr(files, "_sync", lambda *a, real=files._sync: step(*a, real=real))
+            elif call == "sync":
+                patch.setattr(files, "sync", lambda *a, real=files.sync: step(*a, real=real))
             else:
                 patch.setattr(files, "raw_bytes", lambda *a, real=files.raw_bytes: step(*a, real=real))
             killed = False

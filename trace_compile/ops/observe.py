@@ -75,7 +75,7 @@ def saturation(x: Tensor, outer: Tensor, scheme: OperandScheme, counted: Tensor)
 
 def diagnosis(x: Tensor, own: Rows, used: Rows | None, guide: Guide, counted: Tensor) -> Tensor:
     """float64 [7], see :class:`Diag`: rows ``x [M, K]``, their unguided outcome ``own`` and what is ``used`` (None: x
-    itself); ``counted bool [M]``."""
+    itself); ``counted bool [M]``. Residual compensation is left out: it is not what guidance is about."""
     chosen = (counted & guide.hit).unsqueeze(-1)
 
     def count(condition: Tensor) -> Tensor:
@@ -83,8 +83,7 @@ def diagnosis(x: Tensor, own: Rows, used: Rows | None, guide: Guide, counted: Te
 
     elements = count(torch.ones_like(own.codes, dtype=torch.bool))
     if guide.codes is None:
-        after = own if used is None else used
-        counts = [count((rows.codes & 1) != guide.payload) for rows in (own, after)]
+        counts = [count((rows.codes & 1) != guide.payload) for rows in (own, own if used is None else used)]
         return torch.stack([elements, *counts, *[torch.zeros_like(elements)] * 4])
     rollout = Rows(guide.codes, guide.scales, guide.outer, own.fmt).dequantize(torch.float32)
     before = own.dequantize(torch.float32)
