@@ -5,16 +5,16 @@ from .lower import Choice
 from .match_moe import Match, match_moe
 from .mode import Mode
 from .pipeline import PIPELINE
-from .region import PROJECTIONS, Emit, ExpertParam, Feed, MoERegion, NoMatch
+from .region import Emit, ExpertParam, Feed, LinearRegion, MoERegion, NoMatch, Region
 from .runner import Pass, PassRunner, PassTiming
 
 __all__ = [
     "PIPELINE",
-    "PROJECTIONS",
     "Choice",
     "Emit",
     "ExpertParam",
     "Feed",
+    "LinearRegion",
     "Match",
     "MoERegion",
     "Mode",
@@ -22,5 +22,6 @@ __all__ = [
     "Pass",
     "PassRunner",
     "PassTiming",
+    "Region",
     "match_moe",
 ]

@@ -10,21 +10,21 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import GuidanceError
-from ..ops.nvfp4_moe import NvFp4MoEOperands
+from ..ops.registry import OPS
 from .graph import Builder, Scope, add_input, add_output, bring_in, bring_out, fake, op_name, output_of, same, scopes
-from .region import Emit, EmitKind, Feed, MoERegion
+from .region import Emit, EmitKind, Feed, Region
+from .runner import IR_OPS
 
-_POSITIONS = {name: i for i, name in enumerate(NvFp4MoEOperands.__dataclass_fields__)}
 
-
-def region_ops(gm: GraphModule, *names: str) -> Iterator[tuple[Scope, Node, MoERegion]]:
-    """Every op of the intermediate representation called ``names``, in model order, with its region."""
+def region_ops(gm: GraphModule, *names: str) -> Iterator[tuple[Scope, Node, Any]]:
+    """Every op called ``names`` that belongs to a region, in model order, with the region."""
     for scope in scopes(gm):
         for node in list(scope.graph.nodes):
             if op_name(node) in names and "region" in node.meta:
@@ -32,19 +32,23 @@ def region_ops(gm: GraphModule, *names: str) -> Iterator[tuple[Scope, Node, MoER
 
 
 def operand(node: Node, name: str) -> Any:
-    """An operand of an ``nvfp4_moe`` (or, for the first seven names, ``moe_float``) call."""
-    return node.args[_POSITIONS[name]]
+    """An operand of an op of the intermediate representation, by its name in the op's schema."""
+    return node.args[_position(node, name)]
 
 
 def set_operands(node: Node, **changes: Any) -> None:
-    """Changes operands of an ``nvfp4_moe`` call and its fake result with them."""
+    """Changes operands of such an op and its fake result with them."""
     args = list(node.args)
     for name, value in changes.items():
-        args[_POSITIONS[name]] = value
+        args[_position(node, name)] = value
     node.args = tuple(args)
     fakes = torch.fx.node.map_arg(node.args, fake)
     with torch.no_grad():
         node.meta["example_value"] = node.target(*fakes)  # type: ignore[operator]
+
+
+def _position(node: Node, name: str) -> int:
+    return [f.name for f in fields(OPS[op_name(node)].operands)].index(name)
 
 
 class Feeds:
@@ -82,11 +86,11 @@ class Feeds:
         return found[0][1]
 
 
-def _all_regions(gm: GraphModule) -> list[tuple[Scope, Node, MoERegion]]:
-    return list(region_ops(gm, "moe_float", "nvfp4_moe"))
+def _all_regions(gm: GraphModule) -> list[tuple[Scope, Node, Region]]:
+    return list(region_ops(gm, *IR_OPS))
 
 
-def emit(gm: GraphModule, scope: Scope, node: Node, kind: EmitKind, region: MoERegion) -> None:
+def emit(gm: GraphModule, scope: Scope, node: Node, kind: EmitKind, region: Region) -> None:
     """Hands ``node`` of ``scope`` out of the root graph."""
     if "results" not in gm.meta:
         gm.meta["results"] = len(output_of(gm.graph).args[0])  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ class Mode:
     routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, to measure drift.
     diagnose: hand out mismatch counts against the guidance. replay: take recorded expert ids instead of the router's.
     train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
-    instead of keeping its result. strict: an expert-shaped operation left as it is raises.
+    instead of keeping its result. strict: an expert-shaped operation left as it is raises. include, ignore: patterns of
+    linear layers to quantize too, see ``linears``.
     """
 
     scheme: MoEScheme | None
@@ -38,6 +39,8 @@ class Mode:
     train: bool = False
     recompute: bool = False
     strict: bool = True
+    include: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         act = self.scheme.act if self.scheme is not None else None

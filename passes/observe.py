@@ -15,7 +15,8 @@ from ..ops.nvfp4_moe import Out
 from .feeds import Feeds, emit, operand, region_ops, set_operands
 from .graph import Builder, Scope, bring_in, scopes
 from .mode import Mode
-from .region import EmitKind, Feed, MoERegion
+from .region import EmitKind, Feed, MoERegion, Region
+from .runner import IR_OPS
 
 _RANGES: tuple[tuple[EmitKind, Out], ...] = (
     ("amax", Out.AMAX),
@@ -27,13 +28,13 @@ _ROWS: tuple[tuple[EmitKind, Out], ...] = (("record", Out.RECORD), ("record_oute
 
 
 def observe(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
-    """Sets the record flags of every ``nvfp4_moe`` and emits what they produce, per region in model order."""
+    """Sets the record flags of every quantized op and emits what they produce, per region in model order."""
     feeds = Feeds(gm)
-    for scope, node, region in list(region_ops(gm, "nvfp4_moe")):
+    for scope, node, region in list(region_ops(gm, "nvfp4_moe", "nvfp4_linear")):
         _observe_quantized(gm, feeds, scope, node, region, config)
-    for scope, node, region in list(region_ops(gm, "moe_float", "nvfp4_moe")):
+    for scope, node, region in list(region_ops(gm, *IR_OPS)):
         behind = Builder(node.next)
-        if config.routing:
+        if config.routing and isinstance(region, MoERegion):
             emit(gm, scope, operand(node, "expert_ids"), "routing", region)
         if config.inputs and (config.recorded is None or region.name in config.recorded):
             emit(gm, scope, behind.method("detach", operand(node, "x")), "input", region)
@@ -42,9 +43,7 @@ def observe(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
     return gm
 
 
-def _observe_quantized(
-    gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, region: MoERegion, config: Mode
-) -> None:
+def _observe_quantized(gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, region: Region, config: Mode) -> None:
     record = config.record_of(region.name)
     diagnose = config.diagnose and operand(node, "guidance") != "none"
     if record == "none" and not diagnose:

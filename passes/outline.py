@@ -28,7 +28,8 @@ def outline(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
     Raises ``NoMoERegionError`` when there is no region, or, in a strict mode, when one expert-shaped operation stays.
     """
     matches, unmatched = match_moe(gm)
-    _check(matches, unmatched, config.strict)
+    if matches or not config.include:  # else linear layers may be all there is
+        _check(matches, unmatched, config.strict)
     for match in matches:
         _replace(match)
     for scope in scopes(gm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .canonicalize import canonicalize
+from .linears import linears
 from .lower import lower
 from .observe import observe
 from .outline import outline
@@ -13,6 +14,7 @@ from .runner import Pass
 PIPELINE: tuple[Pass, ...] = (
     Pass("canonicalize", changes_numerics=False, run=canonicalize),
     Pass("outline", changes_numerics=True, run=outline),  # summation order, unless the model used the same grouped GEMM
+    Pass("linears", changes_numerics=False, run=linears),  # only where a mode names some
     Pass("replay_routing", changes_numerics=True, run=replay_routing),  # only where a mode asks for it
     Pass("quantize", changes_numerics=True, run=quantize),
     Pass("observe", changes_numerics=False, run=observe),

@@ -1,8 +1,11 @@
-"""The float op becomes the quantized one: packed weights, traced outer scales and guidance come in as feeds."""
+"""The float op becomes the quantized one, and so do linear layers that were marked: packed weights, traced outer scales
+and guidance come in as feeds."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +17,15 @@ from ..ops.nvfp4_moe import Out
 from ..ops.rows import guide_bytes
 from ..ops.scheme import MoEScheme, OperandScheme
 from .feeds import Feeds, region_ops
-from .graph import Builder, Scope, bring_in, fake, scopes
+from .graph import Builder, Scope, argument, bring_in, fake, scopes, shape
 from .mode import Mode
 from .outline import erase_dead
-from .region import Feed, MoERegion
+from .region import Feed, LinearRegion, MoERegion, Region
 
 
 def quantize(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
-    """Replaces every ``moe_float`` by ``nvfp4_moe`` under ``config.scheme``; nothing to do where that is None.
+    """Replaces every ``moe_float`` by ``nvfp4_moe`` under ``config.scheme``, and marked linear layers by
+    ``nvfp4_linear``; nothing to do where that is None.
 
     Masters stay operands only where gradients are wanted (``config.train``) or the scheme leaves weights unquantized.
     Raises what the op raises for widths that are not whole blocks, ``GuidanceError`` where regions see different
@@ -29,39 +33,105 @@ def quantize(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Gra
     """
     if config.scheme is None:
         return gm
-    feeds, found = Feeds(gm), list(region_ops(gm, "moe_float"))
-    guided = [region for _, _, region in found if config.guides(region.name)]
-    for index, (scope, node, region) in enumerate(found):
-        at = Builder(node)
-        x, ids, gates, w13, w2, b13, b2, activation, weight_input = node.args
-        if weight_input:
-            x, gates = _scale_tokens(at, x, gates, region)
-        masters = config.train or config.scheme.weight is None
-        result = at.function(
-            torch.ops.trace_compile.nvfp4_moe.default,
-            x,
-            ids,
-            gates,
-            *((w13, w2) if masters else (None, None)),
-            b13,
-            b2,
-            *_packed(feeds, at, scope, node, region, config.scheme),
-            _outer(feeds, scope, node, index, len(found), config.scheme),
-            *_guidance(feeds, scope, node, region, guided, config),
-            None,
-            config.scheme.key,
-            activation,
-            config.guidance if region in guided else "none",
-            "none",
-            False,
-            config.recompute,
-        )
-        result.meta["region"] = region
-        node.replace_all_uses_with(at.function(operator.getitem, result, int(Out.Y)))
-        erase_dead(scope.graph, [node])
+    feeds = Feeds(gm)
+    found: dict[Region, tuple[Scope, list[Node]]] = {}
+    for scope, node, region in region_ops(gm, "moe_float", "linear"):
+        found.setdefault(region, (scope, []))[1].append(node)
+    plan = _Plan(feeds, config, config.scheme, tuple(found), tuple(r for r in found if config.guides(r.name)))
+    for region, (scope, nodes) in found.items():
+        if isinstance(region, MoERegion):
+            _quantize_experts(plan, scope, nodes[0], region)
+        else:
+            _quantize_layers(plan, scope, nodes, region)
     for scope in scopes(gm):
         scope.module.recompile()
     return gm
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all regions of one graph share. ``regions`` in model order, as feeds have them."""
+
+    feeds: Feeds
+    config: Mode
+    scheme: MoEScheme
+    regions: tuple[Region, ...]
+    guided: tuple[Region, ...]
+
+    @property
+    def masters(self) -> bool:
+        return self.config.train or self.scheme.weight is None
+
+    def guidance(self, region: Region) -> str:
+        return self.config.guidance if region in self.guided else "none"
+
+
+def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) -> None:
+    at = Builder(node)
+    x, ids, gates, w13, w2, b13, b2, activation, weight_input = node.args
+    if weight_input:
+        x, gates = _scale_tokens(at, x, gates, region)
+    shapes = {"w13": fake(w13).shape, "w2": fake(w2).shape}
+    result = at.function(
+        torch.ops.trace_compile.nvfp4_moe.default,
+        x,
+        ids,
+        gates,
+        *((w13, w2) if plan.masters else (None, None)),
+        b13,
+        b2,
+        *_packed(plan, at, scope, region, shapes),
+        _outer(plan, scope, node, region),
+        *_guidance(plan, scope, node, region),
+        None,
+        plan.scheme.key,
+        activation,
+        plan.guidance(region),
+        "none",
+        False,
+        plan.config.recompute,
+    )
+    result.meta["region"] = region
+    node.replace_all_uses_with(at.function(operator.getitem, result, int(Out.Y)))
+    erase_dead(scope.graph, [node])
+
+
+def _quantize_layers(plan: _Plan, scope: Scope, nodes: list[Node], region: LinearRegion) -> None:
+    """One op in the place of the first layer; the columns of its result are the layers' results."""
+    at, x, dtype = Builder(nodes[0]), nodes[0].args[0], fake(nodes[0]).dtype
+    assert isinstance(x, Node)
+    dims = shape(x)
+    assert dims is not None
+    tokens = x if len(dims) == 2 else at.method("reshape", x, -1, region.hidden)
+    if fake(x).dtype != dtype:  # autocast
+        tokens = at.method("to", tokens, dtype)
+    weights, biases = ([argument(n, i, name) for n in nodes] for i, name in ((1, "weight"), (2, "bias")))
+    result = at.function(
+        torch.ops.trace_compile.nvfp4_linear.default,
+        tokens,
+        _joined(at, weights) if plan.masters else None,
+        _joined(at, biases) if region.b is not None else None,
+        *_packed(plan, at, scope, region, {"w": (1, sum(region.rows), region.hidden)}),
+        _outer(plan, scope, nodes[0], region),
+        *_guidance(plan, scope, nodes[0], region),
+        None,
+        plan.scheme.key,
+        plan.guidance(region),
+        "none",
+        False,
+    )
+    result.meta["region"] = region
+    y = at.function(operator.getitem, result, int(Out.Y))
+    parts = at.function(torch.split, y, list(region.rows), 1) if len(nodes) > 1 else None
+    sizes = [at.method("size", x, i) for i in range(len(dims) - 1)] if len(dims) != 2 else []
+    for i, (node, rows) in enumerate(zip(nodes, region.rows, strict=True)):
+        part = y if parts is None else at.function(operator.getitem, parts, i)
+        node.replace_all_uses_with(at.method("reshape", part, *sizes, rows) if sizes else part)
+    erase_dead(scope.graph, nodes)
+
+
+def _joined(at: Builder, parameters: list[Any]) -> Node:
+    return parameters[0] if len(parameters) == 1 else at.function(torch.cat, parameters)
 
 
 def _scale_tokens(at: Builder, x: Any, gates: Any, region: MoERegion) -> tuple[Node, Node]:
@@ -75,49 +145,46 @@ def _scale_tokens(at: Builder, x: Any, gates: Any, region: MoERegion) -> tuple[N
     return scaled, at.function(torch.ones_like, gates)
 
 
-def _packed(
-    feeds: Feeds, at: Builder, scope: Scope, node: Node, region: MoERegion, scheme: MoEScheme
-) -> tuple[Node, ...]:
-    """codes, scales, outer of w13, then of w2; tensors without elements where weights are not quantized."""
-    x, w13, w2 = (node.args[i] for i in (0, 3, 4))
-    assert isinstance(x, Node) and isinstance(w13, Node) and isinstance(w2, Node)
-    if scheme.weight is None:
-        dtypes = (torch.uint8, torch.uint8, torch.float32) * 2
+def _packed(plan: _Plan, at: Builder, scope: Scope, region: Region, shapes: dict[str, Any]) -> tuple[Node, ...]:
+    """codes, scales, outer of each weight ``[E, N, K]``; tensors without elements where weights are not quantized."""
+    like = at.node
+    if plan.scheme.weight is None:
+        x = next(n for n in like.all_input_nodes if isinstance(fake(n), torch.Tensor))
+        dtypes = (torch.uint8, torch.uint8, torch.float32) * len(shapes)
         return tuple(at.method("new_empty", x, (0,), dtype=dtype) for dtype in dtypes)
-    fmt, found = FORMATS[scheme.weight.fmt], []
-    for which, weight in (("w13", w13), ("w2", w2)):
-        experts, n, k = fake(weight).shape
+    fmt, found = FORMATS[plan.scheme.weight.fmt], []
+    for which, (experts, n, k) in shapes.items():
         parts = {
             "codes": ((experts, n, k // 2), torch.uint8),
             "scales": ((experts, n, fmt.scale_bytes(k)), torch.uint8),
             "outer": ((experts,), torch.float32),
         }
         for part, (dims, dtype) in parts.items():
-            root = feeds.whole(Feed("packed", region.name, which, part), dims, dtype, x)
+            root = plan.feeds.whole(Feed("packed", region.name, which, part), dims, dtype, like)
             found.append(bring_in(scope, root))
     return tuple(found)
 
 
-def _outer(feeds: Feeds, scope: Scope, node: Node, index: int, regions: int, scheme: MoEScheme) -> Node | None:
-    """The region's two entries (gate_up, down) of the traced outer scales."""
-    if scheme.act is None or scheme.act.outer != "traced":
+def _outer(plan: _Plan, scope: Scope, node: Node, region: Region) -> Node | None:
+    """The region's entries, one per projection, of the traced outer scales."""
+    if plan.scheme.act is None or plan.scheme.act.outer != "traced":
         return None
-    root = feeds.whole(Feed("outer"), (2 * regions,), torch.float32, node)
-    return feeds.part(root, slice(2 * index, 2 * index + 2), scope)
+    sites = [r for r in plan.regions for _ in r.projections]
+    start = sites.index(region)
+    root = plan.feeds.whole(Feed("outer"), (len(sites),), torch.float32, node)
+    return plan.feeds.part(root, slice(start, start + len(region.projections)), scope)
 
 
-def _guidance(
-    feeds: Feeds, scope: Scope, node: Node, region: MoERegion, guided: list[MoERegion], config: Mode
-) -> tuple[Node | None, Node | None, Node | None]:
+def _guidance(plan: _Plan, scope: Scope, node: Node, region: Region) -> tuple[Node | None, Node | None, Node | None]:
     """The region's guide bytes, outer scales and hits: its columns of the rows that a trace hands out."""
-    if region not in guided:
+    if region not in plan.guided:
         return None, None, None
-    act = config.scheme.act if config.scheme else None
+    act, kind, feeds, guided = plan.scheme.act, plan.config.guidance, plan.feeds, plan.guided
     assert act is not None
     tokens, index = feeds.tokens(), guided.index(region)
-    start = sum(guide_bytes(r.hidden, config.guidance, act.fmt) for r in guided[:index])
-    stop = start + guide_bytes(region.hidden, config.guidance, act.fmt)
-    guide = feeds.whole(Feed("guide"), (tokens, guide_row_bytes(guided, config.guidance, act)), torch.uint8, node)
+    start = guide_row_bytes(guided[:index], kind, act)
+    stop = guide_row_bytes(guided[: index + 1], kind, act)
+    guide = feeds.whole(Feed("guide"), (tokens, guide_row_bytes(guided, kind, act)), torch.uint8, node)
     outer = feeds.whole(Feed("guide_outer"), (tokens, len(guided)), torch.float32, node)
     hit = feeds.whole(Feed("hit"), (tokens,), torch.bool, node)
     every = slice(None)
@@ -128,7 +195,7 @@ def _guidance(
     )
 
 
-def guide_row_bytes(guided: list[MoERegion], kind: str, act: OperandScheme) -> int:
+def guide_row_bytes(guided: Sequence[Region], kind: str, act: OperandScheme) -> int:
     """Bytes of the guide rows of ``guided`` regions, in model order. Outer scales come apart: rows recorded with scales
     of their own serve a graph with traced ones."""
     return sum(guide_bytes(region.hidden, kind, act.fmt) for region in guided)

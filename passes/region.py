@@ -5,22 +5,41 @@ All are frozen and hold names and numbers, never nodes or tensors, so they outli
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from torch import Tensor
 
 from ..ops.activation import Activation
-from ..ops.weights import WeightLayout
+from ..ops.weights import Master, WeightLayout
 
-Projection = Literal["gate_up", "down"]
-PROJECTIONS: tuple[Projection, ...] = ("gate_up", "down")
+Projection = Literal["gate_up", "down", "input"]
 
 
 @dataclass(frozen=True)
 class ExpertParam:
-    """One stacked parameter: the graph's placeholder for it and its dotted name in the model."""
+    """A parameter: the graph's placeholder for it and its dotted name in the model.
+
+    ``parts``: it is none itself, but stands for several parameters whose rows follow one another.
+    """
 
     placeholder: str
     name: str
+    parts: tuple[ExpertParam, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: tuple[ExpertParam, ...]) -> ExpertParam:
+        """One name for all of ``parts``."""
+        return parts[0] if len(parts) == 1 else cls(parts[0].placeholder, "+".join(p.name for p in parts), parts)
+
+    @property
+    def parameters(self) -> tuple[ExpertParam, ...]:
+        return self.parts or (self,)
+
+    def master(self, tensors: Mapping[str, Tensor]) -> Master:
+        """The parameter, or its parts, from ``tensors`` by dotted name."""
+        return tuple(tensors[p.name] for p in self.parts) if self.parts else tensors[self.name]
 
 
 @dataclass(frozen=True)
@@ -47,13 +66,57 @@ class MoERegion:
     source: Literal["grouped_mm", "grouped_mm_fallback", "bmm", "einsum"]
     weight_input: bool = False
 
+    projections: ClassVar[tuple[Projection, ...]] = ("gate_up", "down")
+    weights: ClassVar[tuple[str, ...]] = ("w13", "w2")
+
     def columns(self, projection: Projection) -> int:
         """Elements per token that the quantizer in front of ``projection`` sees."""
         return self.hidden if projection == "gate_up" else self.width
 
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """What the meaning of a record depends on."""
+        return self.name, self.num_experts, self.top_k, self.hidden, self.width, self.activation.key
+
     def weight(self, which: str) -> tuple[ExpertParam, WeightLayout]:
         """Parameter and layout of ``"w13"`` or ``"w2"``."""
         return (self.w13, self.w13_layout) if which == "w13" else (self.w2, self.w2_layout)
+
+
+@dataclass(frozen=True)
+class LinearRegion:
+    """Linear layers that read one input, which is quantized once for all of them.
+
+    name: the layers' dotted path, ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}`` for several. modules: the path of
+    each. rows: output features of each. hidden: input features. w, b: the layers' parameters, joined along rows.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    rows: tuple[int, ...]
+    hidden: int
+    w: ExpertParam
+    b: ExpertParam | None
+
+    projections: ClassVar[tuple[Projection, ...]] = ("input",)
+    weights: ClassVar[tuple[str, ...]] = ("w",)
+    num_experts: ClassVar[int] = 1
+
+    def columns(self, projection: Projection) -> int:
+        """Elements per token that the quantizer sees."""
+        return self.hidden
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """What the meaning of a record depends on."""
+        return self.name, self.hidden
+
+    def weight(self, which: str) -> tuple[ExpertParam, WeightLayout]:
+        """Parameter and layout of ``"w"``."""
+        return self.w, WeightLayout(experts=1)
+
+
+Region = MoERegion | LinearRegion
 
 
 @dataclass(frozen=True)
@@ -76,9 +139,9 @@ EmitKind = Literal["record", "record_outer", "amax", "counts", "hist", "saturate
 class Feed:
     """One extra graph input, resolved by the runtime at every call.
 
-    ``packed``: ``part`` (codes, scales, outer) of ``weight`` (w13, w2) of ``region``. The others are one tensor for the
-    whole graph: ``outer`` f32 [2 per region], ``guide`` u8 [T, R], ``guide_outer`` f32 [T, guided regions], ``hit`` and
-    ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions].
+    ``packed``: ``part`` (codes, scales, outer) of ``weight`` (w13, w2, w) of ``region``. The others are one tensor for
+    the whole graph: ``outer`` f32 [one per site], ``guide`` u8 [T, R], ``guide_outer`` f32 [T, guided regions], ``hit``
+    and ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions].
     """
 
     kind: FeedKind

@@ -11,7 +11,7 @@ from .experts import PRODUCTS
 from .graph import dotted_name, fake, op_name, origin, scopes, shape
 from .lower import Choice
 from .mode import Mode
-from .region import Emit, Feed, MoERegion, NoMatch
+from .region import Emit, Feed, LinearRegion, MoERegion, NoMatch, Region
 from .runner import PassTiming
 
 
@@ -20,7 +20,7 @@ class CompileReport:
     """One compiled graph. ``untouched``: dotted names of the other matrices that it multiplies by, in model order."""
 
     mode: Mode
-    regions: tuple[MoERegion, ...]
+    regions: tuple[Region, ...]
     unmatched: tuple[NoMatch, ...]
     choices: tuple[Choice, ...]
     untouched: tuple[str, ...]
@@ -35,14 +35,20 @@ class CompileReport:
         for region in self.regions:
             choice = next((c for c in self.choices if c.region == region.name), None)
             runs = f"{choice.op} by {choice.provider} ({choice.reason})" if choice else "not lowered"
-            lines.append(
-                f"{region.name}: {region.source}, E={region.num_experts} K={region.top_k} H={region.hidden} "
-                f"I={region.width}, {_layout(region)}, {formula(region)}; {runs}"
-            )
+            lines.append(f"{region.name}: {_describe(region)}; {runs}")
         lines += [f"left as it is: {reason}" for reason in self.unmatched]
         lines.append(f"untouched: {', '.join(self.untouched) or 'nothing'}")
         lines.append("passes: " + ", ".join(f"{t.name} {1e3 * t.seconds:.1f} ms" for t in self.timings))
         return "\n".join(lines)
+
+
+def _describe(region: Region) -> str:
+    if isinstance(region, LinearRegion):
+        return f"linear, K={region.hidden} N={'+'.join(map(str, region.rows))}{', biased' if region.b else ''}"
+    return (
+        f"{region.source}, E={region.num_experts} K={region.top_k} H={region.hidden} I={region.width}, "
+        f"{_layout(region)}, {formula(region)}"
+    )
 
 
 def formula(region: MoERegion) -> str:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from ..errors import PassError
 from .graph import clone, op_name, output_of, placeholders, scopes
 
-IR_OPS = ("moe_float", "nvfp4_moe")
+IR_OPS = ("moe_float", "nvfp4_moe", "nvfp4_linear")
 
 
 class Run(Protocol):

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.passes.blocks import Grouped
 from trace_compile.capture import Backend, capturing
 from trace_compile.ops import MoEScheme
-from trace_compile.ops.weights import Packed, pack_experts
-from trace_compile.passes import Mode, MoERegion
+from trace_compile.ops.weights import Master, Packed, pack_experts
+from trace_compile.passes import Mode, Region
 
 
 @dataclass
@@ -35,10 +35,11 @@ class RuntimeForTests:
     emitted: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     asked: list[tuple[str, str, int]] = field(default_factory=list)
 
-    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+    def packed(self, region: Region, which: str, param: Master) -> Packed:
         assert self.scheme is not None and self.scheme.weight is not None
         expert, layout = region.weight(which)
         self.asked.append((region.name, which, id(param)))
+        param = torch.cat(param) if isinstance(param, tuple) else param
         return pack_experts(param, layout, self.scheme.weight, name=expert.name)
 
     def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:

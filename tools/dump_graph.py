@@ -106,7 +106,8 @@ def run_with_feeds(gm: GraphModule, args: tuple[Any, ...], runtime: PackOnUse) -
     feeds = []
     for feed in gm.meta.get("feeds", ()):
         region = regions[feed.region]
-        param = args[names.index(region.weight(feed.weight)[0].placeholder)]
+        expert, _ = region.weight(feed.weight)
+        param = expert.master({p.name: args[names.index(p.placeholder)] for p in expert.parameters})
         feeds.append(getattr(runtime.packed(region, feed.weight, param), feed.part))
     return gm(*args, *feeds)
 

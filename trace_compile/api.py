@@ -33,6 +33,8 @@ def trace_compile(
     example_inputs: Mapping[str, Any] | None = None,
     disabled_passes: Iterable[str] = (),
     dump_dir: str | None = None,
+    include: Iterable[str] = (),
+    ignore: Iterable[str] = (),
 ) -> Any:
     """Compile ``model`` for FP4-aware training, in place; returns the same object with the methods of its new class.
 
@@ -53,6 +55,10 @@ def trace_compile(
             model is captured now and errors show at once, else at the first forward.
         disabled_passes: names of passes to leave out (debugging).
         dump_dir: write each pass's graph there.
+        include: patterns of linear layers to quantize like the experts, by module name: a name, a shell wildcard
+            (``"*.shared_expert.*"``, ``"*_proj"``), or ``"re:"`` and a regular expression. Routers, gates, output heads
+            and layers tied to an embedding are taken only where a pattern is their very name.
+        ignore: patterns of layers that stay as they are, whatever ``include`` says.
 
     Raises:
         UnknownRecipeError, NoMoERegionError, GraphCaptureError; each names what was found and what to do.
@@ -67,7 +73,15 @@ def trace_compile(
     if compiler is not None and compiler not in COMPILERS:
         raise TraceCompileError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
     options = Options(
-        strict, compiler, last, max_staleness, replay_routing, recompute, tuple(disabled_passes), dump_dir
+        strict,
+        compiler,
+        last,
+        max_staleness,
+        replay_routing,
+        recompute,
+        tuple(disabled_passes),
+        dump_dir,
+        *_patterns(include, ignore),
     )
     original, implementations = type(model), _experts_implementations(model)
     try:
@@ -90,6 +104,12 @@ def _experts_implementations(model: nn.Module) -> list[tuple[Any, Any]]:
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
     known = [c for c in configs.values() if hasattr(c, "_experts_implementation_internal")]
     return [(config, config._experts_implementation_internal) for config in known]
+
+
+def _patterns(*lists: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    if any(isinstance(patterns, str) for patterns in lists):
+        raise TraceCompileError("include and ignore are lists of patterns: pass [pattern], not one string")
+    return tuple(tuple(patterns) for patterns in lists)
 
 
 def _use_grouped_experts(model: nn.Module) -> None:

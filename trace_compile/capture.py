@@ -31,11 +31,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import GraphCaptureError, GuidanceError, TraceCompileError
 from .ops.scheme import W4A4_ROW, MoEScheme
-from .ops.weights import Packed
+from .ops.weights import Master, Packed
 from .passes.graph import clone, fake, output_of, placeholders
 from .passes.mode import Mode
 from .passes.pipeline import PIPELINE
-from .passes.region import PROJECTIONS, Emit, Feed, MoERegion
+from .passes.region import Emit, Feed, Region
 from .passes.report import CompileReport, untouched
 from .passes.runner import PassRunner
 from .state.packed import PackedWeights
@@ -63,8 +63,9 @@ class Guidance(Protocol):
 class Runtime(Protocol):
     """Resolves a graph's feeds and takes its emits. None of it happens while compiling."""
 
-    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
-        """Packed ``"w13"`` or ``"w2"`` of the region, whose parameter now is ``param``. Cheap while it is unchanged."""
+    def packed(self, region: Region, which: str, param: Master) -> Packed:
+        """Packed ``"w13"`` or ``"w2"`` (or ``"w"``) of the region, whose parameter (or parameters, joined along rows)
+        now is ``param``. Cheap while it is unchanged."""
         ...
 
     def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
@@ -165,7 +166,7 @@ class _Call:
         self.feeds: tuple[Feed, ...] = gm.meta.get("feeds", ())
         self.emits: tuple[Emit, ...] = gm.meta.get("emits", ())
         self._runtime = runtime
-        self._regions: dict[str, MoERegion] = {r.name: r for r in gm.meta.get("regions", ())}
+        self._regions: dict[str, Region] = {r.name: r for r in gm.meta.get("regions", ())}
         nodes = placeholders(gm.graph)
         self._position = {node.name: i for i, node in enumerate(nodes[:inputs])}
         self._fakes = [fake(node) for node in nodes[inputs:]]
@@ -201,7 +202,9 @@ class _Call:
                 key = (feed.region, feed.weight)
                 if key not in packed:
                     region = self._regions[feed.region]
-                    param = args[self._position[region.weight(feed.weight)[0].placeholder]]
+                    expert, _ = region.weight(feed.weight)
+                    params = tuple(args[self._position[p.placeholder]] for p in expert.parameters)
+                    param = params if expert.parts else params[0]
                     packed[key] = self._runtime.packed(region, feed.weight, param)
                 found.append(getattr(packed[key], feed.part))
             else:
@@ -213,7 +216,7 @@ class _Call:
     def _whole(self, kind: str, tokens: int | None, like: Tensor) -> dict[str, Tensor]:
         """Feeds that are one tensor for all regions; guidance resolves three of them at once."""
         if kind == "outer":
-            sites = tuple((name, projection) for name in self._regions for projection in PROJECTIONS)
+            sites = tuple((name, projection) for name, r in self._regions.items() for projection in r.projections)
             return {"outer": self._runtime.outer(sites)}
         assert tokens is not None
         if kind == "valid":
@@ -317,10 +320,11 @@ class PackOnUse:
     def __init__(self, scheme: MoEScheme) -> None:
         self._scheme = scheme.weight
 
-    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+    def packed(self, region: Region, which: str, param: Master) -> Packed:
         assert self._scheme is not None
         expert, layout = region.weight(which)
-        weights: PackedWeights = self._packed.setdefault(param, PackedWeights())
+        key = param[0] if isinstance(param, tuple) else param
+        weights: PackedWeights = self._packed.setdefault(key, PackedWeights())
         return weights.get(expert.name, param, layout, self._scheme)
 
     def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
@@ -345,16 +349,19 @@ def trace_compile_backend(
     """``torch.compile(model, backend="trace_compile", options={...})``: quantization-aware, without traces or guidance.
 
     Options: ``scheme``, a ``MoEScheme`` key (default: 4-bit weights and activations with row scales) or ``"none"``;
-    ``compiler``, ``strict``, ``dump_dir``, ``disabled_passes`` as for :class:`Backend` and :class:`Mode`.
+    ``compiler``, ``strict``, ``include``, ``ignore``, ``dump_dir``, ``disabled_passes`` as for :class:`Backend` and
+    :class:`Mode`.
     """
     chosen = dict(options or {})
     key = chosen.pop("scheme", W4A4_ROW.key)
     scheme = None if key == "none" else MoEScheme.parse(key)
-    mode = Mode(scheme=scheme, train=torch.is_grad_enabled(), strict=chosen.pop("strict", True))
+    include, ignore = (tuple(chosen.pop(name, ())) for name in ("include", "ignore"))
+    strict = chosen.pop("strict", True)
+    mode = Mode(scheme=scheme, train=torch.is_grad_enabled(), strict=strict, include=include, ignore=ignore)
     unknown = sorted(set(chosen) - {"compiler", "dump_dir", "disabled_passes"})
     if unknown:
         raise GraphCaptureError(
-            f"no option {unknown[0]!r}; options: scheme, strict, compiler, dump_dir, disabled_passes"
+            f"no option {unknown[0]!r}; options: scheme, strict, include, ignore, compiler, dump_dir, disabled_passes"
         )
     chosen.setdefault("compiler", "inductor" if _on_accelerator(example_inputs) else "eager")
     return Backend(mode, PackOnUse(scheme or W4A4_ROW), **chosen)(gm, example_inputs)

@@ -76,12 +76,12 @@ def diagnose(
     for index, site in enumerate(trace.layout.sites):
         x = call.emits["input"][site.region].float()
         x_roll = None if trace.inputs is None else trace.inputs.find(tokens.keys, site.region)
-        reports.append(_compare(session, site.region, x, x_roll, records, index))
+        reports.append(_compare(session, site.region, site.projection, x, x_roll, records, index))
     return tuple(reports)
 
 
 def _compare(
-    session: Session, region: str, x: Tensor, x_roll: Tensor | None, records: Guidance, index: int
+    session: Session, region: str, projection: str, x: Tensor, x_roll: Tensor | None, records: Guidance, index: int
 ) -> SiteReport:
     hit = records.hit
     guide, outer = records.site(index)[hit], records.outer[hit, index]
@@ -94,7 +94,7 @@ def _compare(
     rollout = _value(codes, scales, outer, fmt)
 
     act = generate.act if train is None or train.act is None else train.act
-    traced = session.outer[region, "gate_up"].to(x.device) if session.outer else None
+    traced = session.outer[region, projection].to(x.device) if session.outer else None
     rows = quantize_rows(x, act, traced, torch.ones(x.shape[0], dtype=torch.bool, device=x.device))
     own = rows.dequantize(torch.float32)
 

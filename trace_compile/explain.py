@@ -10,7 +10,7 @@ from rich.table import Table
 
 from trace_compile.capture import CompileReport
 from trace_compile.passes.mode import Mode
-from trace_compile.passes.region import MoERegion, NoMatch
+from trace_compile.passes.region import LinearRegion, MoERegion, NoMatch, Region
 from trace_compile.passes.report import formula
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Explanation:
 
     Attributes:
         recipe: name of the recipe.
-        regions: the rewritten expert regions, in graph order.
+        regions: the rewritten expert regions and linear layers, in graph order.
         unmatched: expert-shaped operations that were left alone, with node and reason.
         guided: names of the regions whose rollout outcome is replayed.
         reports: one per compiled graph of the trainer, with pass timings and lowering choices. Graphs are compiled when
@@ -36,7 +36,7 @@ class Explanation:
 
     recipe: str
     about: str
-    regions: tuple[MoERegion, ...]
+    regions: tuple[Region, ...]
     unmatched: tuple[NoMatch, ...]
     guided: frozenset[str]
     reports: Reports
@@ -54,7 +54,9 @@ class Explanation:
     def __str__(self) -> str:
         console = Console(width=140, no_color=True)
         with console.capture() as text:
-            console.print(self._regions())
+            for table in (self._regions(), self._layers()):
+                if table.row_count:
+                    console.print(table)
             console.print(self._graphs())
             for missed in self.unmatched:
                 console.print(f"left alone: {missed}", soft_wrap=True)
@@ -63,13 +65,23 @@ class Explanation:
     __repr__ = __str__
 
     def _regions(self) -> Table:
-        table = Table(title=f"recipe {self.recipe}: {self.about}; {len(self.regions)} expert regions rewritten")
+        regions = [r for r in self.regions if isinstance(r, MoERegion)]
+        table = Table(title=f"recipe {self.recipe}: {self.about}; {len(regions)} expert regions rewritten")
         for column in ("region", "found as", "experts", "top-k", "hidden", "width", "activation", "replayed"):
             table.add_column(column)
-        for r in self.regions:
+        for r in regions:
             replayed = "yes" if r.name in self.guided else "no"
             sizes = (r.num_experts, r.top_k, r.hidden, r.width)
             table.add_row(r.name, r.source, *map(str, sizes), formula(r), replayed)
+        return table
+
+    def _layers(self) -> Table:
+        regions = [r for r in self.regions if isinstance(r, LinearRegion)]
+        table = Table(title=f"recipe {self.recipe}: {self.about}; {len(regions)} inputs of linear layers quantized")
+        for column in ("linear layers", "in", "out", "replayed"):
+            table.add_column(column)
+        for r in regions:
+            table.add_row(r.name, str(r.hidden), "+".join(map(str, r.rows)), "yes" if r.name in self.guided else "no")
         return table
 
     def _graphs(self) -> Table:

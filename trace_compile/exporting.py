@@ -66,7 +66,7 @@ class SessionExperts:
 
     def __iter__(self) -> Iterator[ExpertWeights]:
         scales = input_scales(self.session)
-        for region in self.session.need_regions():
+        for region in expert_regions(self.session):
             w13, w2 = (
                 self._tensor(region, which, scales.get((region.name, site)))
                 for which, site in (("w13", "gate_up"), ("w2", "down"))
@@ -77,6 +77,16 @@ class SessionExperts:
         expert, layout = region.weight(which)
         packed, source = self.pack(region, which)
         return ExpertTensor(expert.name, layout, packed, input_outer, source.foreign, source.inverse)
+
+
+def expert_regions(session: Session) -> tuple[MoERegion, ...]:
+    """The regions that checkpoints hold packed. Raises ExportError for quantized linear layers."""
+    found = []
+    for region in session.need_regions():
+        if not isinstance(region, MoERegion):
+            raise ExportError(f"{region.name}: checkpoints of quantized linear layers are not written; ignore it")
+        found.append(region)
+    return tuple(found)
 
 
 def rollout_scheme(session: Session) -> MoEScheme:

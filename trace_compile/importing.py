@@ -25,7 +25,7 @@ from trace_compile.export.formats import CheckpointFormat, checkpoint_format
 from trace_compile.export.names import RegionNames, own_tensors, region_names, tied_names
 from trace_compile.export.opened import Checkpoint
 from trace_compile.export.verify import READERS, refuse
-from trace_compile.exporting import template
+from trace_compile.exporting import expert_regions, template
 from trace_compile.ops.weights import Packed
 from trace_compile.session import Session
 from trace_compile.state.origins import Origin, Provenance
@@ -116,7 +116,7 @@ class _Reading:
     @classmethod
     def of(cls, session: Session, model: nn.Module, checkpoint: Checkpoint) -> _Reading:
         params = dict(model.named_parameters(remove_duplicate=False))
-        items = [template(session, region, params) for region in session.need_regions()]
+        items = [template(session, region, params) for region in expert_regions(session)]
         return cls(model, checkpoint, {item.region: (item, region_names(model, item)) for item in items})
 
     def others(self) -> list[tuple[Tensor, str | Tensor]]:
@@ -247,7 +247,7 @@ def receive(session: Session, module: nn.Module, weights: Iterable[tuple[str, Te
         name.endswith(f".{field.suffix}") for name in got for field in fmt.fields if field.role == "input"
     )
     packed, provenance, scales = dict[str, Packed](), dict[str, Provenance](), Scales()
-    for region in session.need_regions():
+    for region in expert_regions(session):
         item = template(session, region, params)
         item = assemble(item, region_names(module, item), fmt, source, activations=activations)
         check_experts(item, activations=activations)

@@ -34,9 +34,9 @@ from trace_compile.export import ModelStream
 from trace_compile.exporting import SessionExperts, export_model, stream_weights
 from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.importing import receive
-from trace_compile.ops.weights import Packed
+from trace_compile.ops.weights import Master, Packed, joined
 from trace_compile.passes.mode import Mode
-from trace_compile.passes.region import MoERegion
+from trace_compile.passes.region import ExpertParam, Region
 from trace_compile.runtime import Call, Emits
 from trace_compile.session import Recording, Session, record_rows
 from trace_compile.state.origins import Provenance
@@ -62,6 +62,7 @@ class Twin:
         self.packed = PackedWeights(session.origins.pack)
         self.experts: dict[str, Packed] = {}
         self.provenance: dict[str, Provenance] = {}
+        self.params: dict[str, ExpertParam] = {}
         self.engine = session.new_engine(self._packed)
         self.tracker = TokenTracker()
         self.decoder = Decoder(self)
@@ -75,19 +76,21 @@ class Twin:
         if scheme is None or scheme.weight is None:
             return
         experts: dict[str, Packed] = {}
+        params: dict[str, ExpertParam] = {}
         for region in self.session.need_regions():
-            for which in ("w13", "w2"):
+            for which in region.weights:
                 expert, layout = region.weight(which)
-                experts[expert.name] = packed.get(expert.name, masters[expert.name], layout, scheme.weight)
-        self.packed, self.experts = packed, experts
+                experts[expert.name] = packed.get(expert.name, expert.master(masters), layout, scheme.weight)
+                params[expert.name] = expert
+        self.packed, self.experts, self.params = packed, experts, params
 
     def release(self) -> None:
         """Let go of the packed weights; Dynamo's caches outlive the module and hold this."""
-        self.packed, self.experts, self.decoder = PackedWeights(), {}, Decoder(self)
+        self.packed, self.experts, self.params, self.decoder = PackedWeights(), {}, {}, Decoder(self)
 
     def masters(self) -> dict[str, nn.Parameter]:
         found = dict(self.source.named_parameters(remove_duplicate=False))
-        gone = sorted(name for name in self.experts if name not in found)
+        gone = sorted(name for name in self.replaced if name not in found)
         if gone:
             raise RefitError(
                 f"the model has no parameter {gone[0]} any more, from which {len(gone)} packed weight(s) come; make a "
@@ -95,7 +98,12 @@ class Twin:
             )
         return found
 
-    def _packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+    @property
+    def replaced(self) -> set[str]:
+        """Dotted names of the parameters whose packed form stands in their place."""
+        return {p.name for expert in self.params.values() for p in expert.parameters}
+
+    def _packed(self, region: Region, which: str, param: Master) -> Packed:
         return self.experts[region.weight(which)[0].name]
 
     def refit(self, module: nn.Module, version: int | None = None) -> int:
@@ -115,22 +123,24 @@ class Twin:
             session.scales_from(ranges)
         masters, regrown = self.masters(), not same_tree(self.source, module)
         if self.copies:
-            check_copies(self.source, None if regrown else module, skip=self.experts)
+            check_copies(self.source, None if regrown else module, skip=self.replaced)
         session.versions.check(version)
-        if any(packed.codes.device != masters[name].device for name, packed in self.experts.items()):
+        live = {name: param.master(masters) for name, param in self.params.items()}
+        where = {name: masters[param.parameters[0].name].device for name, param in self.params.items()}
+        if any(packed.codes.device != where[name] for name, packed in self.experts.items()):
             self._pack_anew()  # the model was moved
         elif self.experts:
             # Forced: writes through ``param.data`` change no version counter, and a twin must not stay behind.
-            self.packed.update_all({name: masters[name] for name in self.experts}, force=True)
-        self.provenance = {name: session.origins.provenance(name, masters[name]) for name in self.experts}
+            self.packed.update_all(live, force=True)
+        self.provenance = {name: session.origins.provenance(name, joined(master)) for name, master in live.items()}
         if ranges is not None:
             session.adopt_ranges(ranges)
         if regrown:
             _grow(self, module)
         if self.copies and not regrown:
-            copy_tensors(self.source, module, skip=self.experts)
+            copy_tensors(self.source, module, skip=self.replaced)
         elif self.copies:
-            own_tensors(module, skip=self.experts)
+            own_tensors(module, skip=self.replaced)
         else:
             share_tensors(self.source, module)
         self.version = session.versions.observe(masters, version)
@@ -163,15 +173,17 @@ class Twin:
 
     def mode(self, recording: Recording | None) -> Mode:
         _, scheme = self.session.recipe.schemes(traced=bool(self.session.outer))
+        options = self.session.options
+        common: dict[str, Any] = {"strict": options.strict, "include": options.include, "ignore": options.ignore}
         if recording is None:
-            return Mode(scheme=scheme, strict=self.session.options.strict)
+            return Mode(scheme=scheme, **common)
         return Mode(
             scheme=scheme,
             record="none" if scheme is None else recording.kind,
             recorded=frozenset(site.region for site in recording.trace.layout.sites),
             routing=True,
             inputs=recording.inputs is not None,
-            strict=self.session.options.strict,
+            **common,
         )
 
     @torch.no_grad()
@@ -304,7 +316,7 @@ def make_twin(session: Session, source: nn.Module, *, copies: bool) -> nn.Module
     twin = Twin(session, source, copies)
     _grow(twin, module)
     if copies:
-        own_tensors(module, skip=twin.experts)
+        own_tensors(module, skip=twin.replaced)
     twin.tracker.eos_token_ids = _eos_ids(module)
     twin.refit(module)
     session.add_twin(module, twin.engine)

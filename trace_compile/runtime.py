@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trace_compile.errors import GuidanceError
-from trace_compile.ops.weights import Packed
-from trace_compile.passes.region import MoERegion
+from trace_compile.ops.weights import Master, Packed
+from trace_compile.passes.region import Region
 from trace_compile.state.guidance import Guidance
 
 Emits = dict[str, dict[str, Tensor]]
@@ -103,9 +103,7 @@ class GraphRuntime:
         device: where the module is; the engine sets it anew at every call, since models are moved.
     """
 
-    def __init__(
-        self, pack: Callable[[MoERegion, str, Tensor], Packed], outer: OuterScales, device: torch.device
-    ) -> None:
+    def __init__(self, pack: Callable[[Region, str, Master], Packed], outer: OuterScales, device: torch.device) -> None:
         self._pack = pack
         self._outer = outer
         self.device = device
@@ -126,7 +124,7 @@ class GraphRuntime:
             raise GuidanceError("a compiled graph ran outside of its model's forward; call the model itself")
         return self._call
 
-    def packed(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+    def packed(self, region: Region, which: str, param: Master) -> Packed:
         return self._pack(region, which, param)
 
     def outer(self, sites: tuple[SiteKey, ...]) -> Tensor:

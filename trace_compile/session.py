@@ -21,9 +21,9 @@ from trace_compile.engine import Engine
 from trace_compile.errors import GuidanceError, NoMoERegionError
 from trace_compile.numerics import FORMATS
 from trace_compile.ops.rows import outer_bytes
-from trace_compile.ops.weights import Packed
+from trace_compile.ops.weights import Master, Packed
 from trace_compile.passes.mode import Mode
-from trace_compile.passes.region import PROJECTIONS, MoERegion
+from trace_compile.passes.region import MoERegion, Region
 from trace_compile.recipes import Recipe
 from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKey
 from trace_compile.state.inputs import InputLog
@@ -49,6 +49,8 @@ class Options:
     recompute: bool = False
     disabled_passes: tuple[str, ...] = ()
     dump_dir: str | None = None
+    include: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
 
 @dataclass
@@ -85,7 +87,8 @@ class RangeAccumulator:
     def ranges(self) -> Ranges:
         merged = Ranges.empty()
         for region, (amax, counts, hist, saturated) in self.totals.items():
-            merged = merged.merge(Ranges.observed(region, amax, counts, hist, saturated))
+            projections = ("gate_up", "down") if len(amax) == 2 else ("input",)  # one row per site of the region
+            merged = merged.merge(Ranges.observed(region, amax, counts, hist, saturated, projections))
         return merged
 
 
@@ -116,7 +119,7 @@ class Session:
         self.options = options
         self.signature = inspect.signature(cls.forward)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.regions: tuple[MoERegion, ...] = ()
+        self.regions: tuple[Region, ...] = ()
         self.outer = OuterScales()
         self.ranges: Ranges | None = None
         self.pending_ranges: Ranges | None = None
@@ -134,7 +137,7 @@ class Session:
         """The newest version of the weights that a twin was fitted to."""
         return self.versions.number
 
-    def new_engine(self, pack: Callable[[MoERegion, str, Tensor], Packed]) -> Engine:
+    def new_engine(self, pack: Callable[[Region, str, Master], Packed]) -> Engine:
         """An engine for the trainer or for a twin; ``pack`` says where its packed weights come from."""
         o = self.options
         runtime = GraphRuntime(pack, self.outer, self.device)
@@ -152,7 +155,7 @@ class Session:
         """Those of the twins that there are, oldest first."""
         return [engine for twin, engine in self._twins if twin() is not None]
 
-    def _pack_live(self, region: MoERegion, which: str, param: Tensor) -> Packed:
+    def _pack_live(self, region: Region, which: str, param: Master) -> Packed:
         expert, layout = region.weight(which)
         scheme = self.recipe.train
         assert scheme is not None and scheme.weight is not None  # graphs without packed feeds never ask
@@ -171,7 +174,7 @@ class Session:
         if not self.regions and self.engine.reports[mode]:
             self.regions = self.engine.reports[mode][0].regions
 
-    def need_regions(self) -> tuple[MoERegion, ...]:
+    def need_regions(self) -> tuple[Region, ...]:
         if not self.regions:
             raise NoMoERegionError(
                 "the model has not been captured yet, so its expert regions are not known; call it once, or pass "
@@ -185,17 +188,17 @@ class Session:
         return frozenset(names[-max(1, round(len(names) * self.options.last)) :])
 
     def sites(self) -> tuple[SiteKey, ...]:
-        return tuple((r.name, p) for r in self.need_regions() for p in PROJECTIONS)
+        return tuple((r.name, p) for r in self.need_regions() for p in r.projections)
 
     def layout(self, kind: RecordKind) -> RecordLayout:
         """Row layout of a trace of this model under the scales now in force."""
-        routings = tuple(Routing(r.name, r.top_k) for r in self.need_regions())
+        routings = tuple(Routing(r.name, r.top_k) for r in self.need_regions() if isinstance(r, MoERegion))
         _, scheme = self.recipe.schemes(traced=bool(self.outer))
         if kind == "ranges" or scheme is None or scheme.act is None:
             return RecordLayout((), routings)
         guided, fmt = self.guided_regions(), FORMATS[scheme.act.fmt]
         sites = (
-            Site(r.name, "gate_up", r.hidden, kind, outer_bytes(scheme.act), fmt.block, fmt.scale.bytes)
+            Site(r.name, r.projections[0], r.hidden, kind, outer_bytes(scheme.act), fmt.block, fmt.scale.bytes)
             for r in self.regions
             if r.name in guided
         )
@@ -207,7 +210,7 @@ class Session:
         regions = self.need_regions()
         facts = {
             "class": self.cls.__name__,
-            "regions": [(r.name, r.num_experts, r.top_k, r.hidden, r.width, r.activation.key) for r in regions],
+            "regions": [r.geometry for r in regions],
             "rollout": self.recipe.rollout.key if self.recipe.rollout else "none",
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -270,6 +273,8 @@ class Session:
             train=True,
             recompute=self.options.recompute,
             strict=self.options.strict,
+            include=self.options.include,
+            ignore=self.options.ignore,
         )
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

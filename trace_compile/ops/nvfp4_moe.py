@@ -130,18 +130,37 @@ class NvFp4MoEOperands:
 def check(o: NvFp4MoEOperands) -> None:
     """Raises the named error for operands that do not fit together. Looks at shapes and dtypes only."""
     same_device(**{name: t for name, t in vars(o).items() if isinstance(t, Tensor)})
+    if o.schemes.weight is None and (o.w13 is None or o.w2 is None):
+        raise TraceCompileError(
+            f"scheme {o.scheme!r} leaves weights unquantized but w13 or w2 is None: pass the weights"
+        )
+    check_operands(o, hidden=o.x.shape[1], width=o.width)
+    if o.guidance != "none" and guide_row(o) is None:
+        act = o.schemes.act
+        assert act is not None
+        raise wrong_guide(o, RegionRow(o.x.shape[1], o.width, o.expert_ids.shape[1], o.guidance, act).guide_bytes)
+
+
+def wrong_guide(o: Any, expected: int) -> GuidanceError:
+    """The error for guide rows that are not of ``expected`` bytes, or lack outer scales."""
+    found = "none" if o.guide is None else f"{o.guide.shape[1]} bytes"
+    return GuidanceError(
+        f"guidance {o.guidance!r} of width {o.x.shape[1]} needs guide rows of {expected} bytes, got {found},"
+        f" and guide_outer, which is {'missing' if o.guide_outer is None else 'given'}"
+    )
+
+
+def check_operands(o: Any, **widths: int) -> None:
+    """The checks that every quantized op makes of formats, dtype, traced scales and kinds; ``widths`` are those of its
+    quantized rows."""
     weight, act = o.schemes.weight, o.schemes.act
     for scheme, activations in ((weight, False), (act, True)):
         if scheme is not None:
             _check_format(scheme, activations)
-            whole_blocks(FORMATS[scheme.fmt].block, hidden=o.x.shape[1], width=o.width)
+            whole_blocks(FORMATS[scheme.fmt].block, **widths)
     if o.x.dtype not in COMPUTE_DTYPES:
         raise UnknownFormatError(
             f"x is {o.x.dtype}; products of 4-bit operands need bfloat16 or float32: cast x to one"
-        )
-    if weight is None and (o.w13 is None or o.w2 is None):
-        raise TraceCompileError(
-            f"scheme {o.scheme!r} leaves weights unquantized but w13 or w2 is None: pass the weights"
         )
     if act is not None and act.outer == "traced" and o.outer_in is None:
         raise UnknownFormatError(f"scheme {o.scheme!r} takes traced outer scales but outer_in is None: trace a rollout")
@@ -150,14 +169,6 @@ def check(o: NvFp4MoEOperands) -> None:
     if act is None and (o.guidance != "none" or o.record in KINDS):
         raise GuidanceError(
             f"guidance {o.guidance!r}, record {o.record!r}: scheme {o.scheme!r} quantizes no activations"
-        )
-    if o.guidance != "none" and guide_row(o) is None:
-        assert act is not None
-        expected = RegionRow(o.x.shape[1], o.width, o.expert_ids.shape[1], o.guidance, act).guide_bytes
-        found = "none" if o.guide is None else f"{o.guide.shape[1]} bytes"
-        raise GuidanceError(
-            f"guidance {o.guidance!r} of width {o.x.shape[1]} needs guide rows of {expected} bytes, got {found},"
-            f" and guide_outer, which is {'missing' if o.guide_outer is None else 'given'}"
         )
 
 
@@ -178,7 +189,7 @@ def _check_format(scheme: OperandScheme, activations: bool) -> None:
     profile_of(scheme.profile)
     if fmt.element.bits != 4 or (activations and not fmt.operand):
         known = ", ".join(name for name, f in FORMATS.items() if f.element.bits == 4 and (f.operand or not activations))
-        what = "activations" if activations else "expert weights"
+        what = "activations" if activations else "weights"
         raise UnknownFormatError(f"{what} are quantized to 4-bit formats ({known}), not to {scheme.fmt!r}")
 
 

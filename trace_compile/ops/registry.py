@@ -15,6 +15,11 @@ import torch
 
 from ..errors import LoweringError
 from .moe_float import MoEFloatOperands, moe_float
+from .nvfp4_linear import LinearBackwardOperands, NvFp4LinearOperands
+from .nvfp4_linear import backward_fake as linear_backward_fake
+from .nvfp4_linear import backward_native as linear_backward_native
+from .nvfp4_linear import fake as linear_fake
+from .nvfp4_linear import native as linear_native
 from .nvfp4_moe import NvFp4MoEOperands
 from .nvfp4_moe import fake as nvfp4_fake
 from .nvfp4_moe import native as nvfp4_native
@@ -94,6 +99,22 @@ OPS: dict[str, OpSpec] = {
             backward_fake,
             None,
             _backward_tolerance,
+        ),
+        OpSpec(
+            "nvfp4_linear",
+            NvFp4LinearOperands,
+            linear_native,
+            linear_fake,
+            "nvfp4_linear_backward",
+            lambda o: {"k": o.x.shape[1], "dtype": o.x.dtype, "stages": 2},
+        ),
+        OpSpec(
+            "nvfp4_linear_backward",
+            LinearBackwardOperands,
+            linear_backward_native,
+            linear_backward_fake,
+            None,
+            lambda o: {"k": max(*o.dy.shape, o.extents[1]), "dtype": o.dy.dtype, "stages": 2},
         ),
     )
 }

@@ -16,17 +16,29 @@ from ..numerics import amax, decode_blocks, format_of, outer_scale, pack_nibbles
 from .checks import whole_blocks
 from .scheme import OperandScheme
 
+Master = Tensor | tuple[Tensor, ...]
+"""What a weight is packed from: a parameter, or several whose rows follow one another."""
+
+
+def joined(master: Master) -> Tensor:
+    """The master as one tensor."""
+    return torch.cat(master) if isinstance(master, tuple) else master
+
 
 @dataclass(frozen=True)
 class WeightLayout:
     """How a model stores an expert parameter: ``transposed`` is ``[E, K, N]``, ``interleaved`` alternates gate and up
-    along N (gate first)."""
+    along N (gate first). ``experts``: it is no stack but a matrix ``[E * N, K]``, expert after expert; one for a linear
+    layer."""
 
     transposed: bool = False
     interleaved: bool = False
+    experts: int | None = None
 
     def canonical(self, param: Tensor) -> Tensor:
         """``[E, N, K]``, differentiable; a view unless gate and up are interleaved."""
+        if self.experts is not None:
+            param = param.unflatten(0, (self.experts, -1))
         weight = param.transpose(-2, -1) if self.transposed else param
         return _halves(weight, 1) if self.interleaved else weight
 
@@ -35,7 +47,8 @@ class WeightLayout:
         if self.interleaved:
             gate, up = weight.chunk(2, dim=1)
             weight = torch.stack((gate, up), dim=2).flatten(1, 2)
-        return weight.transpose(-2, -1) if self.transposed else weight
+        weight = weight.transpose(-2, -1) if self.transposed else weight
+        return weight if self.experts is None else weight.flatten(0, 1)
 
     def canonical_bias(self, bias: Tensor) -> Tensor:
         """``[E, N]`` with the gate's entries first, differentiable."""

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trace_compile.errors import RefitError
 from trace_compile.ops.scheme import OperandScheme
-from trace_compile.ops.weights import Packed, WeightLayout, pack_experts
+from trace_compile.ops.weights import Master, Packed, WeightLayout, joined, pack_experts
 from trace_compile.state.origins import Packer
 
 
@@ -43,6 +43,10 @@ class Stamp:
     view: tuple[object, ...]
 
     @classmethod
+    def of_all(cls, master: Master) -> tuple[Stamp, ...]:
+        return tuple(cls.of(param) for param in (master if isinstance(master, tuple) else (master,)))
+
+    @classmethod
     def of(cls, param: Tensor) -> Stamp:
         version = None if param.is_inference() else param._version  # inference tensors have no version counter
         view = (param.data_ptr(), tuple(param.shape), param.stride(), param.dtype, param.device, version)
@@ -55,8 +59,11 @@ class Stamp:
 @dataclass
 class _Entry:
     packed: Packed
-    stamp: Stamp | None
-    """None: pack again at the next use."""
+    stamps: tuple[Stamp, ...] | None
+    """One per parameter that it was packed from. None: pack again at the next use."""
+
+    def made_from(self, stamps: tuple[Stamp, ...]) -> bool:
+        return self.stamps is not None and all(a.same(b) for a, b in zip(self.stamps, stamps, strict=True))
 
 
 _Key = tuple[str, WeightLayout, OperandScheme]
@@ -73,8 +80,9 @@ class PackedWeights:
         """Parameters packed so far."""
         _watchers.add(self)
 
-    def get(self, name: str, param: Tensor, layout: WeightLayout, scheme: OperandScheme) -> Packed:
+    def get(self, name: str, param: Master, layout: WeightLayout, scheme: OperandScheme) -> Packed:
         """The packed form of ``param`` [E, N, K] (in its ``layout``), packed again if it changed since the last call.
+        Several parameters are packed as one whose rows are theirs, one parameter's after the other's.
 
         A change is seen in optimizer steps, the version counter, the storage, the shape or the strides. Writes that
         hide from all of them (through ``.data``, through other tensors on the same memory, in other processes) need
@@ -82,15 +90,15 @@ class PackedWeights:
         Raises ``NonFiniteWeightError`` naming the parameter; the entry then keeps its old content.
         """
         key = (name, layout, scheme)
-        stamp = Stamp.of(param)
+        stamps = Stamp.of_all(param)
         entry = self._entries.get(key)
-        if entry is not None and entry.stamp is not None and entry.stamp.same(stamp):
+        if entry is not None and entry.made_from(stamps):
             return entry.packed
         packed = self._pack(key, param)
         if entry is None or not _fits(entry.packed, packed) or entry.packed.codes.device != packed.codes.device:
-            entry = self._entries[key] = _Entry(packed, stamp)
+            entry = self._entries[key] = _Entry(packed, stamps)
         else:
-            _write(entry, packed, stamp)
+            _write(entry, packed, stamps)
         return entry.packed
 
     def refresh(self, names: Iterable[str] | None = None) -> None:
@@ -99,9 +107,9 @@ class PackedWeights:
         self._check_known(chosen)
         for (name, _, _), entry in self._entries.items():
             if name in chosen:
-                entry.stamp = None
+                entry.stamps = None
 
-    def update_all(self, masters: Mapping[str, Tensor], *, force: bool = False) -> None:
+    def update_all(self, masters: Mapping[str, Master], *, force: bool = False) -> None:
         """Packs every entry from ``masters`` now, all or nothing.
 
         Masters may lie on another device than the entries, which stay where they are. Entries whose master did not
@@ -116,17 +124,17 @@ class PackedWeights:
         staged = []
         for key, entry in self._entries.items():
             param = masters[key[0]]
-            stamp = Stamp.of(param)
-            if force or entry.stamp is None or not entry.stamp.same(stamp):
+            stamps = Stamp.of_all(param)
+            if force or not entry.made_from(stamps):
                 packed = self._pack(key, param)
                 if not _fits(entry.packed, packed):
                     raise RefitError(
                         f"{key[0]} was packed from {list(_shape(entry.packed))} and is now {list(_shape(packed))}; "
                         "build the rollout again for another model"
                     )
-                staged.append((entry, packed, stamp))
-        for entry, packed, stamp in staged:
-            _write(entry, packed, stamp)
+                staged.append((entry, packed, stamps))
+        for entry, packed, stamps in staged:
+            _write(entry, packed, stamps)
 
     def adopt(self, packed: Mapping[str, Packed]) -> None:
         """Copies packed weights, from any device, into every entry; all or nothing, whatever the masters hold.
@@ -163,18 +171,18 @@ class PackedWeights:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _pack(self, key: _Key, param: Tensor) -> Packed:
+    def _pack(self, key: _Key, param: Master) -> Packed:
         name, layout, scheme = key
         with torch.inference_mode(False), torch.no_grad():  # a rollout's first use must not make inference tensors
-            packed = self._pack_experts(param, layout, scheme, name=name)
+            packed = self._pack_experts(joined(param), layout, scheme, name=name)
         self.pack_count += 1
         return packed
 
     def _stepped(self, storages: Container[int]) -> None:
         """Has entries packed from one of these memories packed again at their next use."""
         for entry in self._entries.values():
-            if entry.stamp is not None and entry.stamp.storage.cdata in storages:
-                entry.stamp = None
+            if entry.stamps is not None and any(stamp.storage.cdata in storages for stamp in entry.stamps):
+                entry.stamps = None
 
     def _check_known(self, names: Iterable[str]) -> None:
         unknown = sorted(set(names) - self.names)
@@ -182,12 +190,12 @@ class PackedWeights:
             raise RefitError(f"no packed weights are named {unknown}; there are {sorted(self.names)}")
 
 
-def _write(entry: _Entry, packed: Packed, stamp: Stamp | None) -> None:
+def _write(entry: _Entry, packed: Packed, stamps: tuple[Stamp, ...] | None) -> None:
     """Copies ``packed``, from any device, into the entry's tensors."""
     with torch.inference_mode(False), torch.no_grad():
         for part in fields(Packed):
             getattr(entry.packed, part.name).copy_(getattr(packed, part.name))
-    entry.stamp = stamp
+    entry.stamps = stamps
 
 
 def _fits(old: Packed, new: Packed) -> bool:
