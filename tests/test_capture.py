@@ -156,6 +156,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert [t.name for t in report.timings] == [
         "canonicalize",
         "outline",
+        "linears",
         "replay_routing",
         "quantize",
         "observe",
