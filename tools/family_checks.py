@@ -131,7 +131,7 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: fl
     if all(torch.equal(found[name], expected[name]) for name in expected):
         return "bitwise"
     for name, value in expected.items():
-        error = float((found[name] - value).norm() / value.norm().clamp_min(1e-12))
+        error = float((found[name] - value).norm() / value.norm().clamp_min(torch.finfo(value.dtype).tiny))
         if not error <= tolerance:
             return f"{name} differs by {error:.0e}"
     return "yes"
