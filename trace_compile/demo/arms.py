@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +59,31 @@ class Alignment:
 
 
 class Arm:
-    """A trainer and its rollout twin under the recipe ``name``. ``model`` is compiled in place and is the arm's."""
+    """A trainer and its rollout twin under a recipe. ``model`` is compiled in place and is the arm's.
 
-    def __init__(self, name: str, model: nn.Module, preset: Preset) -> None:
+    ``recipe``: the arm's name, by default. ``options``: further arguments of ``trace_compile``. ``replay``: which of
+    the trainer's forwards are guided, ``"always"`` or only those of the ``"old"`` log-probabilities.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        preset: Preset,
+        *,
+        recipe: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        replay: Literal["always", "old"] = "always",
+    ) -> None:
         self.name = name
-        self.recipe: Recipe = get_recipe(name)
+        self.recipe: Recipe = get_recipe(recipe or name)
         self.preset = preset
-        self.model = trace_compile(model, recipe=self.recipe, compiler=preset.compiler)
+        self.model = trace_compile(model, recipe=self.recipe, **{"compiler": preset.compiler, **(options or {})})
         self.twin = self.model.rollout(copy=True)
         self.updates = 0
+        self.optimizer: MasterAdamW | None = None
         self._fitted = 0
-        self._optimizer: MasterAdamW | None = None
+        self._replay = replay
         self._probe = None if self.quantizes else InputProbe(preset)
 
     @property
@@ -98,7 +112,7 @@ class Arm:
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Back to ``weights`` on both sides, with a fresh optimizer and these weights' scales; compiled graphs stay."""
         self.load(weights)
-        self._optimizer = MasterAdamW(list(self.model.parameters()), self.preset.rl.learning_rate)
+        self.optimizer = MasterAdamW(list(self.model.parameters()), self.preset.rl.learning_rate)
         self.updates = 0
         self.refit()
         if self.recipe.outer == "traced":
@@ -113,21 +127,33 @@ class Arm:
         self.twin.refit()
         self._fitted = self.updates
 
-    def generate(self, problems: list[Problem], seed: int, forced: Tensor | None = None) -> Generated:
+    def generate(
+        self, problems: list[Problem], seed: int, forced: Tensor | None = None, *, measure: bool = True
+    ) -> Generated:
         """Sample one response to each problem from the twin while recording; the same ``seed`` draws the same numbers.
 
-        ``forced`` i64 ``[B, R]``: responses to score instead of sampling, through the same decoding.
+        ``forced`` i64 ``[B, R]``: responses to score instead of sampling, through the same decoding. ``measure``:
+        record whole codes and raw inputs as well, which ``align`` needs, and not only what the recipe uses.
         """
         torch.manual_seed(seed)
         start = time.perf_counter()
-        recording: Any = self.model.trace(record="code", inputs=True) if self.quantizes else nullcontext()
-        with recording as trace:
+        with self._recording(measure) as trace:
             rollouts = sample(self.twin, self.preset.task, problems, self.preset.device, forced=forced)
         seconds = time.perf_counter() - start
-        inputs = None if self._probe is None else self._probe.decoded(self.twin.state_dict(), problems, rollouts)
-        guidance = trace.compact() if self.recipe.guidance == "bit" else trace
-        guidance = None if self.recipe.guidance == "none" else guidance
-        return Generated(rollouts, trace, guidance, inputs, self._fitted, seconds)
+        inputs = None
+        if self._probe is not None and measure:
+            inputs = self._probe.decoded(self.twin.state_dict(), problems, rollouts)
+        guidance = None if self.recipe.guidance == "none" else trace
+        if guidance is not None and self.recipe.guidance == "bit" and measure:
+            guidance = guidance.compact()
+        return Generated(rollouts, trace if measure else None, guidance, inputs, self._fitted, seconds)
+
+    def _recording(self, measure: bool) -> Any:
+        if not self.quantizes:
+            return nullcontext()
+        if measure:
+            return self.model.trace(record="code", inputs=True)
+        return self.model.trace(record="ranges" if self.recipe.guidance == "none" else self.recipe.guidance)
 
     def batches(self, generated: Generated, advantages: Tensor, shuffle: torch.Generator) -> list[TrainBatch]:
         """The rollouts in shuffled micro-batches."""
@@ -145,18 +171,20 @@ class Arm:
     def step(self, generated: Generated, shuffle: torch.Generator) -> tuple[GapStats, Alignment]:
         """One GRPO step on ``generated``; returns how the trainer before the step compares with the rollout."""
         rl = self.preset.rl
-        assert self._optimizer is not None, "restart() comes first"
+        assert self.optimizer is not None, "restart() comes first"
         advantages = group_advantages(generated.rollouts.rewards, rl.group_size)
         batches = self.batches(generated, advantages, shuffle)
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         old = self.score(generated, batches)
-        alignment = self.align(generated, batches)
+        measured = generated.trace is not None or generated.inputs is not None
+        alignment = self.align(generated, batches) if measured else Alignment()
+        self.model.guide(generated.guidance if self._replay == "always" else None)
         for batch, before in zip(batches, old):
             new = token_log_probs(self.model, batch)
             rollout, weight = batch.rollout_log_probs, batch.advantages
             loss = policy_loss(new, before, rollout, weight, batch.loss_mask, clip=rl.clip, truncate=rl.truncate)
             (loss / tokens).backward()
-        self._optimizer.step()
+        self.optimizer.step()
         self.updates += 1
         return self.gap(batches, old), alignment
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
@@ -38,6 +42,27 @@ class MasterAdamW:
             if master is not parameter:
                 parameter.copy_(master)
             parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments, to go on from later; the tensors are the optimizer's own."""
+        found = {f"master.{i}": master for i, master in enumerate(self.masters)}
+        for i, master in enumerate(self.masters):
+            found |= {f"{key}.{i}": value for key, value in self._adamw.state[master].items()}
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from ``state``: masters, moments, and the parameters as rounded masters."""
+        for i, (parameter, master) in enumerate(zip(self._parameters, self.masters)):
+            master.copy_(state[f"master.{i}"])
+            if master is not parameter:
+                parameter.copy_(master)
+            moments = {key: state[f"{key}.{i}"] for key in _ADAMW_STATE if f"{key}.{i}" in state}
+            if moments:
+                self._adamw.state[master] = {
+                    key: value.clone() if key == "step" else value.to(master.device, copy=True)
+                    for key, value in moments.items()
+                }
 
     @torch.no_grad()
     def adopt(self) -> None:

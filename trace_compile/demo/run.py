@@ -75,7 +75,7 @@ def run_demo(
     with Bars(console) as bars, tempfile.TemporaryDirectory() as scratch:
         model, warm = _warm_start(preset, from_scratch, warm_start, out / "warmstart", bars)
         path = Path(scratch) / "start.pt"
-        torch.save(_start(model, preset), path)
+        torch.save(shared_start(model, preset), path)
         jobs = [Job(name, tuple(seeds), path, out if name in packing[-1:] else None) for name in arms]
         outcomes = _run_jobs(jobs, preset.rl.steps * len(seeds), processes, bars)
     result = DemoResult(
@@ -106,7 +106,7 @@ def default_processes(preset: Preset, arms: int) -> int:
     return max(1, min(arms, cores // 2 if preset.device == "cuda" else cores))
 
 
-def _start(model: nn.Module, preset: Preset) -> Start:
+def shared_start(model: nn.Module, preset: Preset) -> Start:
     """What all arms have in common.
 
     The sweep's weights come from unquantized supervised steps at the RL learning rate. Its first ones lie a few steps
