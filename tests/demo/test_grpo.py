@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trace_compile.demo.grpo import gap_stats, group_advantages, importance_weights, policy_loss
+from trace_compile.demo.grpo import group_advantages, policy_loss
+from trace_compile.losses import truncated_weights
 
 REWARDS = st.lists(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
 
@@ -64,17 +65,9 @@ def test_gradient_at_the_old_policy_is_reinforce_with_truncated_weights() -> Non
     _, old, rollout, advantages, mask = _case()
     new = old.clone().requires_grad_()
     policy_loss(new, old, rollout, advantages, mask, clip=0.2, truncate=2.0).backward()
-    weights = importance_weights(old, rollout, 2.0)
+    weights = truncated_weights(old, rollout, 2.0)
     assert new.grad is not None
     assert torch.equal(new.grad, torch.where(mask, -weights * advantages[:, None], 0.0))
-
-
-def test_importance_weights_carry_no_gradient_and_survive_broken_tokens() -> None:
-    old = torch.tensor([-1.0, -3.0, -1e4, 0.0], requires_grad=True)
-    rollout = torch.tensor([-2.0, -1.0, 0.0, -1e4])
-    weights = importance_weights(old, rollout, 2.0)
-    assert not weights.requires_grad
-    assert weights.tolist() == pytest.approx([2.0, math.exp(-2), math.exp(-20), 2.0])
 
 
 def test_clipping_stops_the_gradient_only_where_the_step_went_too_far() -> None:
@@ -85,18 +78,3 @@ def test_clipping_stops_the_gradient_only_where_the_step_went_too_far() -> None:
         mask = torch.ones(1, 4, dtype=torch.bool)
         policy_loss(new, old, old, torch.tensor([advantage]), mask, clip=0.2, truncate=5.0).backward()
         assert new.grad is not None and new.grad.ne(0).int().tolist() == [moving]
-
-
-@given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=20))
-def test_gap_statistics_are_their_definitions(gaps: list[float]) -> None:
-    stats = gap_stats(torch.tensor(gaps), truncate=5.0)
-    assert stats.mean == pytest.approx(statistics.fmean(map(abs, gaps)))
-    assert stats.max == max(map(abs, gaps))
-    assert stats.k1 == pytest.approx(-statistics.fmean(gaps), abs=1e-12)
-    assert stats.k3 == pytest.approx(statistics.fmean(math.exp(g) - g - 1 for g in gaps), abs=1e-12)
-    assert stats.clip_fraction == pytest.approx(statistics.fmean(math.exp(g) > 5.0 for g in gaps))
-
-
-def test_k3_is_exact_for_tiny_gaps_and_finite_for_huge_ones() -> None:
-    assert gap_stats(torch.full((4,), 1e-6), 5.0).k3 == pytest.approx(5e-13, rel=1e-3)
-    assert math.isfinite(gap_stats(torch.tensor([1e4]), 5.0).k3)

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from trace_compile.api import trace_compile
 from trace_compile.demo.drift import InputProbe, Inputs
-from trace_compile.demo.grpo import GapStats, gap_stats, group_advantages, policy_loss
+from trace_compile.demo.grpo import group_advantages, policy_loss
 from trace_compile.demo.optimizer import MasterAdamW
 from trace_compile.demo.presets import Preset
 from trace_compile.demo.rollouts import Rollouts, TrainBatch, sample, token_log_probs, train_batch
 from trace_compile.demo.sft import supervised_batch
 from trace_compile.demo.task import PAD, Problem
+from trace_compile.losses import GapStats, gap_stats
 from trace_compile.recipes import Recipe, get_recipe
 from trace_compile.state.ranges import RangeWarning
 
