@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
-from ..errors import GuidanceError
+from ..errors import GuidanceError, TraceCompileError
 from ..ops.scheme import MoEScheme
 
 GuidanceKind = Literal["none", "bit", "code"]
 RecordKind = Literal["none", "ranges", "bit", "code"]
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """Which regions stay in the model's own dtype: the first, the last, those whose name matches a shell pattern."""
+
+    first: int = 0
+    last: int = 0
+    patterns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.last < 0:
+            raise TraceCompileError(f"unquantized regions are counted from 0 up, got {self.first} and {self.last}")
+
+    def of(self, names: Sequence[str]) -> frozenset[str]:
+        """Those among the model's regions ``names``, which stand in model order.
+
+        Raises ``TraceCompileError`` for a pattern that matches none, and where no region would be left to quantize.
+        """
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise TraceCompileError(f"unquantized pattern {pattern!r} matches none of the regions {list(names)}")
+        chosen = {
+            name
+            for i, name in enumerate(names)
+            if i < self.first or i >= len(names) - self.last or any(fnmatchcase(name, p) for p in self.patterns)
+        }
+        if names and len(chosen) == len(names):
+            raise TraceCompileError(f"all {len(names)} regions would stay unquantized; use recipe 'bf16' for that")
+        return frozenset(chosen)
 
 
 @dataclass(frozen=True)
@@ -23,8 +55,10 @@ class Mode:
     routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, to measure drift.
     diagnose: hand out mismatch counts against the guidance. replay: take recorded expert ids instead of the router's.
     train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
-    instead of keeping its result. strict: an expert-shaped operation left as it is raises. include, ignore: patterns of
-    linear layers to quantize too, see ``linears``.
+    instead of keeping its result. unquantized: expert regions that stop at the float op. kept: of a pruned rollout, the
+    regions with fewer experts and how many their packed weights hold. noise: add noise to the norms' weights. strict:
+    an expert-shaped operation left as it is raises. include, ignore: patterns of linear layers to quantize too, see
+    ``linears``.
     """
 
     scheme: MoEScheme | None
@@ -38,6 +72,9 @@ class Mode:
     replay: bool = False
     train: bool = False
     recompute: bool = False
+    unquantized: Unquantized = field(default_factory=Unquantized)
+    kept: tuple[tuple[str, int], ...] = ()
+    noise: bool = False
     strict: bool = True
     include: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ def observe(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
     for scope, node, region in list(region_ops(gm, *IR_OPS)):
         behind = Builder(node.next)
         if config.routing and isinstance(region, MoERegion):
-            emit(gm, scope, operand(node, "expert_ids"), "routing", region)
+            emit(gm, scope, node.meta.get("routing", operand(node, "expert_ids")), "routing", region)
         if config.inputs and (config.recorded is None or region.name in config.recorded):
             emit(gm, scope, behind.method("detach", operand(node, "x")), "input", region)
     for scope in scopes(gm):
@@ -52,4 +52,14 @@ def _observe_quantized(gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, 
     set_operands(node, record=record, diagnose=diagnose, valid=bring_in(scope, valid))
     wanted = (_ROWS if record in ("bit", "code") else ()) + (_RANGES if record != "none" else ())
     for kind, out in (*wanted, *((("diag", Out.DIAG),) if diagnose else ())):
-        emit(gm, scope, Builder(node.next).function(operator.getitem, node, int(out)), kind, region)  # type: ignore[arg-type]
+        result = Builder(node.next).function(operator.getitem, node, int(out))
+        if kind in ("amax", "counts") and node.meta["experts"] is not None:
+            result = _of_all_experts(result, node.meta["experts"])
+        emit(gm, scope, result, kind, region)  # type: ignore[arg-type]
+
+
+def _of_all_experts(result: Node, index: Node) -> Node:
+    """``[..., kept experts]`` as ``[..., E]``, 0 for those that were pruned."""
+    behind = Builder(result.next)
+    rows = behind.method("index_select", result, -1, behind.method("clamp", index, 0))
+    return behind.method("masked_fill", rows, behind.function(torch.lt, index, 0), 0)

@@ -20,6 +20,7 @@ from .feeds import Feeds, region_ops
 from .graph import Builder, Scope, argument, bring_in, fake, scopes, shape
 from .mode import Mode
 from .outline import erase_dead
+from .prune import compact
 from .region import Feed, LinearRegion, MoERegion, Region
 
 
@@ -37,6 +38,9 @@ def quantize(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Gra
     found: dict[Region, tuple[Scope, list[Node]]] = {}
     for scope, node, region in region_ops(gm, "moe_float", "linear"):
         found.setdefault(region, (scope, []))[1].append(node)
+    plain = config.unquantized.of([r.name for r in found if isinstance(r, MoERegion)])
+    found = {region: where for region, where in found.items() if region.name not in plain}
+    gm.meta["quantized"] = tuple(region.name for region in found)
     plan = _Plan(feeds, config, config.scheme, tuple(found), tuple(r for r in found if config.guides(r.name)))
     for region, (scope, nodes) in found.items():
         if isinstance(region, MoERegion):
@@ -71,7 +75,11 @@ def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) 
     x, ids, gates, w13, w2, b13, b2, activation, weight_input = node.args
     if weight_input:
         x, gates = _scale_tokens(at, x, gates, region)
-    shapes = {"w13": fake(w13).shape, "w2": fake(w2).shape}
+    shapes = {"w13": tuple(fake(w13).shape), "w2": tuple(fake(w2).shape)}
+    routing, rows, kept = ids, None, dict(plan.config.kept).get(region.name)
+    if kept is not None and not plan.masters:
+        ids, b13, b2, rows = compact(plan.feeds, scope, at, region, kept, ids, b13, b2)
+        shapes = {which: (kept, *dims[1:]) for which, dims in shapes.items()}
     result = at.function(
         torch.ops.trace_compile.nvfp4_moe.default,
         x,
@@ -91,7 +99,7 @@ def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) 
         False,
         plan.config.recompute,
     )
-    result.meta["region"] = region
+    result.meta |= {"region": region, "routing": routing, "experts": rows}
     node.replace_all_uses_with(at.function(operator.getitem, result, int(Out.Y)))
     erase_dead(scope.graph, [node])
 

@@ -131,7 +131,7 @@ class NoMatch:
         return f"{self.node}: {self.reason}" + (f" ({self.where})" if self.where else "")
 
 
-FeedKind = Literal["packed", "outer", "guide", "guide_outer", "hit", "valid", "replay"]
+FeedKind = Literal["packed", "outer", "guide", "guide_outer", "hit", "valid", "replay", "experts", "noise"]
 EmitKind = Literal["record", "record_outer", "amax", "counts", "hist", "saturated", "diag", "routing", "input"]
 
 
@@ -139,9 +139,11 @@ EmitKind = Literal["record", "record_outer", "amax", "counts", "hist", "saturate
 class Feed:
     """One extra graph input, resolved by the runtime at every call.
 
-    ``packed``: ``part`` (codes, scales, outer) of ``weight`` (w13, w2, w) of ``region``. The others are one tensor for
-    the whole graph: ``outer`` f32 [one per site], ``guide`` u8 [T, R], ``guide_outer`` f32 [T, guided regions], ``hit``
-    and ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions].
+    ``packed``: ``part`` (codes, scales, outer) of ``weight`` (w13, w2, w) of ``region``. ``experts``: ``part`` of a
+    pruned region: ``allowed`` bool [E], ``kept`` i64 [m] in ascending order, ``index`` i64 [E] into those or -1. The
+    others are one tensor for the whole graph: ``outer`` f32 [one per site], ``guide`` u8 [T, R], ``guide_outer`` f32
+    [T, guided regions], ``hit`` and ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions], ``noise`` f32
+    [norms, hidden].
     """
 
     kind: FeedKind

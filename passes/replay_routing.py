@@ -30,7 +30,7 @@ def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) 
     columns, replaced = 0, set[Node]()
     total = sum(region.top_k for _, _, region in found)
     for scope, node, region in found:
-        top = _top_k(operand(node, "expert_ids"), region)
+        top = top_k_of(operand(node, "expert_ids"), region)
         if top not in replaced:  # blocks may share a router
             replay = feeds.whole(Feed("replay"), (feeds.tokens(), total), torch.int64, operand(node, "x"))
             _replace(feeds, scope, top, replay, slice(columns, columns + region.top_k))
@@ -41,7 +41,8 @@ def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) 
     return gm
 
 
-def _top_k(ids: Any, region: MoERegion) -> Node:
+def top_k_of(ids: Any, region: MoERegion) -> Node:
+    """The top-k that a region's expert ids come from; ``GuidanceError`` where they come from something else."""
     node = ids
     while op_name(node) in ("reshape", "view", "flatten", "to", "long", "contiguous"):
         node = node.args[0]

@@ -56,6 +56,12 @@ class RuntimeForTests:
     def valid(self, tokens: int) -> Tensor:
         return torch.arange(tokens) >= self.masked
 
+    def experts(self, region: str, part: str) -> Tensor:
+        raise AssertionError(f"nothing is pruned here: {region}, {part}")
+
+    def noise(self, norms: tuple[str, ...], width: int) -> Tensor:
+        return torch.zeros(len(norms), width)
+
     def emit(self, emits: dict[str, dict[str, Tensor]]) -> None:
         self.emitted.append(emits)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from trace_compile.errors import TraceCompileError
 from trace_compile.model import ATTRIBUTE, attach, session_of
+from trace_compile.passes.mode import Unquantized
 from trace_compile.recipes import Recipe, get_recipe
 from trace_compile.session import Options
 
@@ -30,6 +31,7 @@ def trace_compile(
     max_staleness: int = 3,
     replay_routing: bool = False,
     recompute: bool = False,
+    unquantized: Unquantized | Iterable[str] = (),
     example_inputs: Mapping[str, Any] | None = None,
     disabled_passes: Iterable[str] = (),
     dump_dir: str | None = None,
@@ -51,6 +53,8 @@ def trace_compile(
         replay_routing: guided forwards also take the rollout's expert ids, with gates from their own logits (R3).
         recompute: recompute the gate/up pre-activation in the backward instead of keeping it ([T*K, 2I] per layer): one
             more grouped GEMM per layer and step.
+        unquantized: regions that compute in the model's own dtype in both graphs: shell patterns of their names, or a
+            rule, such as ``Unquantized(first=1, last=4)`` for boundary layers.
         example_inputs: keyword arguments of one small forward, for models without ``dummy_inputs``; with either, the
             model is captured now and errors show at once, else at the first forward.
         disabled_passes: names of passes to leave out (debugging).
@@ -72,16 +76,21 @@ def trace_compile(
     chosen = get_recipe(recipe)
     if compiler is not None and compiler not in COMPILERS:
         raise TraceCompileError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
+    include, ignore = _patterns(include, ignore)
+    if not isinstance(unquantized, Unquantized):
+        unquantized = Unquantized(patterns=_patterns(unquantized)[0])
     options = Options(
-        strict,
-        compiler,
-        last,
-        max_staleness,
-        replay_routing,
-        recompute,
-        tuple(disabled_passes),
-        dump_dir,
-        *_patterns(include, ignore),
+        strict=strict,
+        compiler=compiler,
+        last=last,
+        max_staleness=max_staleness,
+        replay_routing=replay_routing,
+        recompute=recompute,
+        unquantized=unquantized,
+        disabled_passes=tuple(disabled_passes),
+        dump_dir=dump_dir,
+        include=include,
+        ignore=ignore,
     )
     original, implementations = type(model), _experts_implementations(model)
     try:
@@ -108,7 +117,7 @@ def _experts_implementations(model: nn.Module) -> list[tuple[Any, Any]]:
 
 def _patterns(*lists: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     if any(isinstance(patterns, str) for patterns in lists):
-        raise TraceCompileError("include and ignore are lists of patterns: pass [pattern], not one string")
+        raise TraceCompileError("include, ignore and unquantized are lists of patterns: pass [pattern], not one string")
     return tuple(tuple(patterns) for patterns in lists)
 
 

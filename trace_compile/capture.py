@@ -82,6 +82,14 @@ class Runtime(Protocol):
         """i64 [T, top_k of all regions side by side]: expert ids to replay, -1 where there is no record."""
         ...
 
+    def experts(self, region: str, part: str) -> Tensor:
+        """``allowed`` bool [E], ``index`` i64 [E] or ``kept`` i64 [m] of a pruned region; see ``Feed``."""
+        ...
+
+    def noise(self, norms: tuple[str, ...], width: int) -> Tensor:
+        """f32 [norms, width]: what is added to each norm's weight."""
+        ...
+
     def emit(self, emits: Emits) -> None:
         """kind -> region name -> tensor, for the kinds that the mode asks for."""
         ...
@@ -167,6 +175,8 @@ class _Call:
         self.emits: tuple[Emit, ...] = gm.meta.get("emits", ())
         self._runtime = runtime
         self._regions: dict[str, Region] = {r.name: r for r in gm.meta.get("regions", ())}
+        self._quantized: tuple[str, ...] = gm.meta.get("quantized", ())
+        self._noisy: tuple[str, ...] = gm.meta.get("noisy", ())
         nodes = placeholders(gm.graph)
         self._position = {node.name: i for i, node in enumerate(nodes[:inputs])}
         self._fakes = [fake(node) for node in nodes[inputs:]]
@@ -207,6 +217,8 @@ class _Call:
                     param = params if expert.parts else params[0]
                     packed[key] = self._runtime.packed(region, feed.weight, param)
                 found.append(getattr(packed[key], feed.part))
+            elif feed.kind == "experts":
+                found.append(self._runtime.experts(feed.region, feed.part))
             else:
                 if feed.kind not in whole:
                     whole |= self._whole(feed.kind, tokens, like)
@@ -216,8 +228,11 @@ class _Call:
     def _whole(self, kind: str, tokens: int | None, like: Tensor) -> dict[str, Tensor]:
         """Feeds that are one tensor for all regions; guidance resolves three of them at once."""
         if kind == "outer":
-            sites = tuple((name, projection) for name, r in self._regions.items() for projection in r.projections)
+            regions = [self._regions[name] for name in self._quantized]
+            sites = tuple((region.name, projection) for region in regions for projection in region.projections)
             return {"outer": self._runtime.outer(sites)}
+        if kind == "noise":
+            return {"noise": self._runtime.noise(self._noisy, like.shape[1])}
         assert tokens is not None
         if kind == "valid":
             return {"valid": self._runtime.valid(tokens)}
@@ -338,6 +353,12 @@ class PackOnUse:
 
     def valid(self, tokens: int) -> Tensor:
         raise GuidanceError("statistics need a trace: use trace_compile(model) instead of torch.compile")
+
+    def experts(self, region: str, part: str) -> Tensor:
+        raise GuidanceError("expert pruning needs a twin: use trace_compile(model) instead of torch.compile")
+
+    def noise(self, norms: tuple[str, ...], width: int) -> Tensor:
+        raise GuidanceError("noise needs a twin: use trace_compile(model) instead of torch.compile")
 
     def emit(self, emits: Emits) -> None:
         raise GuidanceError("records need a trace: use trace_compile(model) instead of torch.compile")

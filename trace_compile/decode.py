@@ -212,7 +212,7 @@ class _Loop:
         self.uniform = torch.zeros(length, batch, dtype=torch.float64, device=device)
         self.ids = ints(length, batch)
         self.log_probs, self.entropy = (torch.zeros(length, batch, device=device) for _ in range(2))
-        self.accumulator = RangeAccumulator()
+        self.accumulator = RangeAccumulator(twin.session.experts)
         self.ring: _Ring | None = None
         self.forward_options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in twin.session.signature.parameters:
@@ -256,7 +256,7 @@ class _Loop:
         tokens = Tokens(keys.reshape(-1), valid.reshape(-1))
         logits, emits = self._forward(ids, positions, tokens)
         if recording is not None:
-            self.twin.store(recording, tokens, emits)
+            self.twin.store(recording, tokens, emits, decoding=ids.shape[1] == 1)
             layout = recording.trace.layout
             if self.ring is None or self.ring.layout != layout:
                 self.ring, self.captured = _Ring.of(self.batch, layout, self.device), None
@@ -331,7 +331,7 @@ class _Loop:
         logits, emits = self._forward(self.token, self.position, tokens)
         if self.ring is not None:
             self.ring.write(tokens, emits)
-            self.accumulator.add(emits)
+            self.accumulator.add(emits, tokens.valid, "decode")
             if recording is not None and recording.inputs is not None:
                 recording.inputs.append(tokens.keys, tokens.valid, emits["input"])
         self.position.add_(1)
@@ -339,7 +339,7 @@ class _Loop:
 
     def _forward(self, ids: Tensor, positions: Tensor, tokens: Tokens) -> tuple[Tensor, Emits]:
         """Logits float32 [B, V] behind the last column, and what the graph emits."""
-        call = Call(valid=tokens.valid)
+        call = Call(valid=tokens.valid, decoding=ids.shape[1] == 1)
         inputs = {
             "input_ids": ids,
             "attention_mask": self.mask,

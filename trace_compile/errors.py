@@ -63,6 +63,10 @@ class GuidanceError(TraceCompileError):
     """Guidance or recording was asked for where tokens cannot be identified."""
 
 
+class PruningError(TraceCompileError):
+    """A rollout is to keep experts that it does not have, or fewer than its router needs."""
+
+
 class RefitError(TraceCompileError):
     """A refit does not name exactly the packed weights, or their shapes changed."""
 

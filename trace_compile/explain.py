@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trace_compile.capture import CompileReport
+from trace_compile.numerics import FORMATS
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import LinearRegion, MoERegion, NoMatch, Region
 from trace_compile.passes.report import formula
@@ -29,6 +30,7 @@ class Explanation:
         regions: the rewritten expert regions and linear layers, in graph order.
         unmatched: expert-shaped operations that were left alone, with node and reason.
         guided: names of the regions whose rollout outcome is replayed.
+        weights: by region, what the rollout holds of its experts: format and bits per weight (without outer scales).
         reports: one per compiled graph of the trainer, with pass timings and lowering choices. Graphs are compiled when
             they are first needed: before the first forward there is only the one that found the regions.
         rollouts: likewise for each twin that there is, oldest first.
@@ -39,6 +41,7 @@ class Explanation:
     regions: tuple[Region, ...]
     unmatched: tuple[NoMatch, ...]
     guided: frozenset[str]
+    weights: dict[str, str]
     reports: Reports
     rollouts: tuple[Reports, ...] = ()
 
@@ -49,7 +52,14 @@ class Explanation:
         regions = session.need_regions()
         guided = session.guided_regions() if session.recipe.guidance != "none" else frozenset()
         recipe = session.recipe
-        return cls(recipe.name, recipe.about, regions, tuple(unmatched.values()), guided, reports, tuple(rollouts))
+        weights = dict.fromkeys((r.name for r in regions), "own dtype")
+        if recipe.rollout is not None and recipe.rollout.weight is not None:
+            fmt = FORMATS[recipe.rollout.weight.fmt]
+            form = f"{fmt.name}, {fmt.bits_per_value:g} bits"
+            weights |= dict.fromkeys((r.name for r in session.quantized_regions()), form)
+        return cls(
+            recipe.name, recipe.about, regions, tuple(unmatched.values()), guided, weights, reports, tuple(rollouts)
+        )
 
     def __str__(self) -> str:
         console = Console(width=140, no_color=True)
@@ -67,12 +77,13 @@ class Explanation:
     def _regions(self) -> Table:
         regions = [r for r in self.regions if isinstance(r, MoERegion)]
         table = Table(title=f"recipe {self.recipe}: {self.about}; {len(regions)} expert regions rewritten")
-        for column in ("region", "found as", "experts", "top-k", "hidden", "width", "activation", "replayed"):
+        sizes_of = ("experts", "top-k", "hidden", "width")
+        for column in ("region", "found as", *sizes_of, "activation", "weights", "replayed"):
             table.add_column(column)
         for r in regions:
             replayed = "yes" if r.name in self.guided else "no"
             sizes = (r.num_experts, r.top_k, r.hidden, r.width)
-            table.add_row(r.name, r.source, *map(str, sizes), formula(r), replayed)
+            table.add_row(r.name, r.source, *map(str, sizes), formula(r), self.weights[r.name], replayed)
         return table
 
     def _layers(self) -> Table:

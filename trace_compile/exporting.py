@@ -82,7 +82,7 @@ class SessionExperts:
 def expert_regions(session: Session) -> tuple[MoERegion, ...]:
     """The regions that checkpoints hold packed. Raises ExportError for quantized linear layers."""
     found = []
-    for region in session.need_regions():
+    for region in session.quantized_regions():
         if not isinstance(region, MoERegion):
             raise ExportError(f"{region.name}: checkpoints of quantized linear layers are not written; ignore it")
         found.append(region)

@@ -93,8 +93,8 @@ def score_centering_loss(
 
         -A [sg(w(p_y/q_y)) log p_y - sum over v in top-k(q) of sg(q_v w(p_v/q_v) - alpha p_v) log p_v]
 
-    with ``w(r) = min(r, bound)``, ``alpha = rho w(1/rho)``, ``rho = (1 - sum q_v) / (1 - sum p_v)``; p is the trainer, q
-    the rollout. Where k is the whole vocabulary, the expectation of its gradient over y ~ q vanishes for a constant A.
+    with ``w(r) = min(r, bound)``, ``alpha = rho w(1/rho)``, ``rho = (1 - sum q_v) / (1 - sum p_v)``; p is the trainer,
+    q the rollout. With the whole vocabulary as top-k, the expected gradient over y ~ q vanishes for a constant A.
 
     Args:
         new, rollout: log p and log q of the sampled token y, ``[...]``.

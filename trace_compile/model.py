@@ -24,10 +24,11 @@ from trace_compile.explain import Explanation
 from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.recipes import Recipe
 from trace_compile.rollout import RolloutModule, make_twin
-from trace_compile.session import Options, Recording, RecordKind, Session
+from trace_compile.session import Options, RangeAccumulator, Recording, RecordKind, Session
 from trace_compile.state.inputs import InputLog
 from trace_compile.state.ranges import RangeWarning
 from trace_compile.state.trace import DEFAULT_MAX_BYTES, Trace
+from trace_compile.state.usage import Kept
 
 ATTRIBUTE = "_trace_compile"
 
@@ -50,14 +51,17 @@ class TraceCompiledModule(nn.Module):
         """
         return Explanation.of(session_of(self))
 
-    def rollout(self, *, copy: bool = False) -> RolloutModule:
+    def rollout(self, *, copy: bool = False, keep: Kept | None = None) -> RolloutModule:
         """A generation twin with packed experts, fitted to the current weights.
 
         Args:
             copy: ``False`` shares all non-expert tensors with the trainer, so those follow each optimizer step at once.
                 ``True`` gives the twin its own, so that the whole policy stays what the last ``refit()`` made it.
+            keep: prune the experts to these, chosen from a trace (``trace.usage.top(m)``, ``.covering(share)``): its
+                routers choose among them alone, its packed weights hold them alone. ``PruningError`` for experts that
+                there are not, or fewer than a router takes per token.
         """
-        return make_twin(session_of(self), self, copies=copy)  # type: ignore[return-value]
+        return make_twin(session_of(self), self, copies=copy, keep=keep)  # type: ignore[return-value]
 
     @contextmanager
     def trace(
@@ -95,13 +99,14 @@ class TraceCompiledModule(nn.Module):
         trace = Trace(session.layout(kind), session.fingerprint, about, max_bytes=max_bytes)
         if folder is not None:
             trace.record_into(folder, worker)
-        recording = Recording(trace, kind, inputs=InputLog() if inputs else None)
+        recording = Recording(trace, kind, RangeAccumulator(session.experts), inputs=InputLog() if inputs else None)
         session.recording = recording
         try:
             yield trace
         finally:
             session.recording = None
         trace.ranges = recording.accumulator.ranges()
+        trace.usage = recording.accumulator.usage()
         trace.inputs = recording.inputs
         trace.close()
         if trace.ranges.sites:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -29,18 +30,21 @@ from trace_compile.clone import (
     subclass,
 )
 from trace_compile.decode import Decoder, Sample
-from trace_compile.errors import ExportError, GuidanceError, RefitError, TraceCompileError
+from trace_compile.errors import ExportError, GuidanceError, PruningError, RefitError, TraceCompileError
 from trace_compile.export import ModelStream
 from trace_compile.exporting import SessionExperts, export_model, stream_weights
 from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.importing import receive
+from trace_compile.noise import NormNoise
 from trace_compile.ops.weights import Master, Packed, joined
 from trace_compile.passes.mode import Mode
-from trace_compile.passes.region import ExpertParam, Region
+from trace_compile.passes.region import ExpertParam, MoERegion, Region
+from trace_compile.pruning import Pruned
 from trace_compile.runtime import Call, Emits
 from trace_compile.session import Recording, Session, record_rows
-from trace_compile.state.origins import Provenance
+from trace_compile.state.origins import Packer, Provenance
 from trace_compile.state.packed import PackedWeights
+from trace_compile.state.usage import Kept
 from trace_compile.tokens import Tokens, TokenTracker, id_tuple
 
 ATTRIBUTE = "_trace_compile_twin"
@@ -53,17 +57,24 @@ class Twin:
         session: shared with the trainer.
         source: the trained model.
         copies: whether non-expert tensors are the twin's own.
+        kept: experts that a pruned twin keeps.
     """
 
-    def __init__(self, session: Session, source: nn.Module, copies: bool) -> None:
+    def __init__(self, session: Session, source: nn.Module, copies: bool, kept: Kept | None = None) -> None:
         self.session = session
         self.source = source
         self.copies = copies
+        self.pruned = (
+            None if kept is None else Pruned(kept, [r for r in session.need_regions() if isinstance(r, MoERegion)])
+        )
+        noise = session.recipe.noise
+        self.noise = None if noise is None else NormNoise(noise.seed)
         self.packed = PackedWeights(session.origins.pack)
         self.experts: dict[str, Packed] = {}
         self.provenance: dict[str, Provenance] = {}
         self.params: dict[str, ExpertParam] = {}
         self.engine = session.new_engine(self._packed)
+        self.engine.runtime.pruned, self.engine.runtime.norm_noise = self.pruned, self.noise
         self.tracker = TokenTracker()
         self.decoder = Decoder(self)
         self.version = -1
@@ -72,17 +83,30 @@ class Twin:
     def _pack_anew(self) -> None:
         """Pack into new tensors, where the masters are."""
         scheme, masters = self.session.recipe.rollout, self.masters()
-        packed = PackedWeights(self.session.origins.pack)
         if scheme is None or scheme.weight is None:
             return
+        regions = self.session.quantized_regions()
+        packed = PackedWeights(self._packer(regions))
         experts: dict[str, Packed] = {}
         params: dict[str, ExpertParam] = {}
-        for region in self.session.need_regions():
+        for region in regions:
             for which in region.weights:
                 expert, layout = region.weight(which)
                 experts[expert.name] = packed.get(expert.name, expert.master(masters), layout, scheme.weight)
                 params[expert.name] = expert
         self.packed, self.experts, self.params = packed, experts, params
+
+    def _packer(self, regions: Iterable[Region]) -> Packer:
+        """Packs a parameter; of a pruned region only the kept experts, with the bytes of a whole twin."""
+        pack, pruned = self.session.origins.pack, self.pruned
+        if pruned is None:
+            return pack
+        owners = {region.weight(which)[0].name: region.name for region in regions for which in region.weights}
+
+        def selected(*args: Any, name: str = "weight") -> Packed:
+            return pruned.select(owners[name], pack(*args, name=name))
+
+        return selected
 
     def release(self) -> None:
         """Let go of the packed weights; Dynamo's caches outlive the module and hold this."""
@@ -106,11 +130,14 @@ class Twin:
     def _packed(self, region: Region, which: str, param: Master) -> Packed:
         return self.experts[region.weight(which)[0].name]
 
-    def refit(self, module: nn.Module, version: int | None = None) -> int:
+    def refit(self, module: nn.Module, version: int | None = None, progress: float | None = None) -> int:
         """Pack the trainer's current weights into the twin; returns their version.
 
         Weights that no twin was fitted to before get a new version, one more than the last or the given ``version``
         (an optimizer step count, say, that several processes agree on); all twins fitted to the same weights share it.
+
+        ``progress``: the finished fraction of training in [0, 1], by which a recipe with noise chooses how much; the
+        noise is a function of it and of the version. Such recipes need it (``TraceCompileError``), others ignore it.
         Adopts the ranges of the last closed trace, where the recipe traces scales (inside ``model.trace()`` they wait
         for the next refit). Raises ``NonFiniteWeightError`` naming the parameter, ``GuidanceError`` naming unobserved
         sites, or ``RefitError`` for a parameter whose shape changed or a version older than the last; the twin's
@@ -118,6 +145,7 @@ class Twin:
         or taken away.
         """
         session = self.session
+        sigma = self._sigma(progress)
         ranges = session.ranges_to_adopt()
         if ranges is not None:
             session.scales_from(ranges)
@@ -144,12 +172,15 @@ class Twin:
         else:
             share_tensors(self.source, module)
         self.version = session.versions.observe(masters, version)
+        if self.noise is not None:
+            self.noise.draw(sigma, self.version)
         return self.version
 
     def load(
         self, module: nn.Module, weights: Iterable[tuple[str, Tensor]], format: str, version: int | None = None
     ) -> int:
         """See ``RolloutModule.load_weights``."""
+        self._need_all_experts("take a stream of all experts")
         self.session.versions.check(version)
         received = receive(self.session, module, weights, format)
         if received.others and not self.copies:
@@ -165,25 +196,50 @@ class Twin:
         if self.session.recipe.outer == "traced" and received.scales:
             self.session.outer.set({site: torch.tensor(scale) for site, scale in received.scales.items()})
         self.version = self.session.versions.advance(version)
+        if self.noise is not None:
+            self.noise.draw(self.noise.sigma, self.version)
         return self.version
 
+    def _sigma(self, progress: float | None) -> float:
+        noise = self.session.recipe.noise
+        if noise is None:
+            return 0.0
+        if progress is None or not 0.0 <= progress <= 1.0:
+            raise TraceCompileError(
+                f"recipe {self.session.recipe.name!r} adds noise that falls while training: pass the finished fraction "
+                f"of it, refit(progress=step / steps), 0 to 1, got {progress}"
+            )
+        return noise.sigma(progress)
+
     def packed_experts(self) -> SessionExperts:
-        """What this twin generates with, for export."""
+        """What this twin generates with, for export. ``PruningError`` of a pruned twin: checkpoints have all."""
+        self._need_all_experts("be exported")
         return SessionExperts.of_twin(self.session, self.experts, self.provenance)
+
+    def _need_all_experts(self, what: str) -> None:
+        if self.pruned is not None:
+            raise PruningError(f"a pruned twin has only some experts and cannot {what}; use a twin without keep=")
 
     def mode(self, recording: Recording | None) -> Mode:
         _, scheme = self.session.recipe.schemes(traced=bool(self.session.outer))
         options = self.session.options
-        common: dict[str, Any] = {"strict": options.strict, "include": options.include, "ignore": options.ignore}
-        if recording is None:
-            return Mode(scheme=scheme, **common)
-        return Mode(
+        plain = Mode(
             scheme=scheme,
+            unquantized=options.unquantized,
+            kept=() if self.pruned is None else self.pruned.counts,
+            noise=self.noise is not None,
+            strict=options.strict,
+            include=options.include,
+            ignore=options.ignore,
+        )
+        if recording is None:
+            return plain
+        return replace(
+            plain,
             record="none" if scheme is None else recording.kind,
             recorded=frozenset(site.region for site in recording.trace.layout.sites),
             routing=True,
             inputs=recording.inputs is not None,
-            **common,
         )
 
     @torch.no_grad()
@@ -191,20 +247,21 @@ class Twin:
         trajectory_ids = kwargs.pop("trajectory_ids", None)
         recording = self.session.recording
         mode = self.mode(recording)
-        if recording is None:
-            return self.engine.run(module, mode, Call(), args, kwargs)
         arguments = self.session.arguments(module, args, kwargs)
+        decoding = _decodes(arguments.get("input_ids"))
+        if recording is None:
+            return self.engine.run(module, mode, Call(decoding=decoding), args, kwargs)
         tokens = self.tracker.begin(arguments, trajectory_ids)
-        call = Call(valid=tokens.valid)
+        call = Call(valid=tokens.valid, decoding=decoding)
         outputs = self.engine.run(module, mode, call, args, kwargs)
         self.tracker.end(arguments, outputs)
-        self.store(recording, tokens, call.emits)
+        self.store(recording, tokens, call.emits, decoding=decoding)
         return outputs
 
-    def store(self, recording: Recording, tokens: Tokens, emits: Emits) -> None:
+    def store(self, recording: Recording, tokens: Tokens, emits: Emits, *, decoding: bool) -> None:
         """Hand one call's records and statistics to the recording."""
         self.append(recording, tokens, record_rows(recording.trace.layout, emits))
-        recording.accumulator.add(emits)
+        recording.accumulator.add(emits, tokens.valid, "decode" if decoding else "prefill")
         if recording.inputs is not None:
             recording.inputs.append(tokens.keys, tokens.valid, emits["input"])
 
@@ -225,10 +282,16 @@ class RolloutModule(OwnDecoding):
         twin: Twin = self.__dict__[ATTRIBUTE]
         return twin.forward(self, args, kwargs)
 
-    def refit(self, version: int | None = None) -> int:
+    def refit(self, version: int | None = None, *, progress: float | None = None) -> int:
         """See ``Twin.refit``."""
         twin: Twin = self.__dict__[ATTRIBUTE]
-        return twin.refit(self, version)
+        return twin.refit(self, version, progress)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed experts."""
+        twin: Twin = self.__dict__[ATTRIBUTE]
+        return twin.packed.nbytes
 
     def load_weights(
         self,
@@ -309,16 +372,21 @@ class RolloutModule(OwnDecoding):
         )
 
 
-def make_twin(session: Session, source: nn.Module, *, copies: bool) -> nn.Module:
+def _decodes(ids: Any) -> bool:
+    """Whether a call carries one token per sequence."""
+    return isinstance(ids, Tensor) and ids.dim() > 0 and ids.shape[-1] == 1
+
+
+def make_twin(session: Session, source: nn.Module, *, copies: bool, keep: Kept | None = None) -> nn.Module:
     """Build a twin of ``source`` and fit it."""
     cls = subclass(session.cls, RolloutModule)
     module = cls.__new__(cls)
-    twin = Twin(session, source, copies)
+    twin = Twin(session, source, copies, keep)
     _grow(twin, module)
     if copies:
         own_tensors(module, skip=twin.replaced)
     twin.tracker.eos_token_ids = _eos_ids(module)
-    twin.refit(module)
+    twin.refit(module, progress=0.0)
     session.add_twin(module, twin.engine)
     weakref.finalize(module, twin.release)
     return module

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from trace_compile.errors import GuidanceError
+from trace_compile.noise import NormNoise
 from trace_compile.ops.weights import Master, Packed
 from trace_compile.passes.region import Region
+from trace_compile.pruning import Pruned
 from trace_compile.state.guidance import Guidance
 
 Emits = dict[str, dict[str, Tensor]]
@@ -84,11 +86,13 @@ class Call:
 
     Attributes:
         valid: bool [T], real (not padding) tokens; ``None`` counts every token.
+        decoding: one new token per sequence, whose experts may be others than those of a prompt.
         guidance: looked-up records for the T tokens, or ``None``.
         emits: filled by the graph: kind -> region name -> tensor.
     """
 
     valid: Tensor | None = None
+    decoding: bool = False
     guidance: Guidance | None = None
     emits: Emits = field(default_factory=dict)
 
@@ -107,6 +111,10 @@ class GraphRuntime:
         self._pack = pack
         self._outer = outer
         self.device = device
+        self.pruned: Pruned | None = None
+        """Of a pruned twin: its experts."""
+        self.norm_noise: NormNoise | None = None
+        """Of a twin whose recipe adds noise."""
         self._call: Call | None = None
 
     @contextmanager
@@ -146,6 +154,16 @@ class GraphRuntime:
         if guidance is None:
             raise GuidanceError("a graph that replays routing ran without a trace; call model.guide(trace) first")
         return torch.cat([guidance.routing(i) for i in range(len(guidance.layout.routings))], dim=1)
+
+    def experts(self, region: str, part: str) -> Tensor:
+        if self.pruned is None:
+            raise GuidanceError("a pruned graph ran outside of its twin; call the twin itself")
+        return self.pruned.tensor(region, part, self.call.decoding, self.device)
+
+    def noise(self, norms: tuple[str, ...], width: int) -> Tensor:
+        if self.norm_noise is None:
+            raise GuidanceError("a graph with noise ran outside of its twin; call the twin itself")
+        return self.norm_noise.stacked(norms, width, self.device)
 
     def emit(self, emits: Emits) -> None:
         self.call.emits = emits

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from trace_compile.errors import GuidanceError, NoMoERegionError
 from trace_compile.numerics import FORMATS
 from trace_compile.ops.rows import outer_bytes
 from trace_compile.ops.weights import Master, Packed
-from trace_compile.passes.mode import Mode
+from trace_compile.passes.mode import Mode, Unquantized
 from trace_compile.passes.region import MoERegion, Region
 from trace_compile.recipes import Recipe
 from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKey
@@ -32,6 +32,7 @@ from trace_compile.state.origins import Origins
 from trace_compile.state.packed import PackedWeights, WeightsVersion
 from trace_compile.state.ranges import Ranges
 from trace_compile.state.trace import Trace
+from trace_compile.state.usage import Phase, Usage, count_routes
 from trace_compile.tokens import TokenTracker
 
 RecordKind = Literal["ranges", "bit", "code"]
@@ -47,6 +48,7 @@ class Options:
     max_staleness: int = 3
     replay_routing: bool = False
     recompute: bool = False
+    unquantized: Unquantized = field(default_factory=Unquantized)
     disabled_passes: tuple[str, ...] = ()
     dump_dir: str | None = None
     include: tuple[str, ...] = ()
@@ -55,24 +57,39 @@ class Options:
 
 @dataclass
 class RangeAccumulator:
-    """Running maxima and counts per region, on the device, updated in place call by call."""
+    """Running maxima and counts per region, on the device, updated in place call by call.
 
+    experts: number of experts of each region whose use is counted.
+    """
+
+    experts: Mapping[str, int]
     totals: dict[str, list[Tensor]] = field(default_factory=dict)
+    used: dict[tuple[Phase, str], Tensor] = field(default_factory=dict)
 
-    def add(self, emits: Emits) -> None:
-        """The statistics of one forward, per region."""
+    def add(self, emits: Emits, valid: Tensor, phase: Phase) -> None:
+        """The statistics of one forward of tokens ``valid`` bool [T], per region."""
         for region, amax in emits.get("amax", {}).items():
             self._add(region, [amax, *(emits[kind][region] for kind in ("counts", "hist", "saturated"))])
+        for region, ids in emits.get("routing", {}).items():
+            self._use((phase, region), count_routes(ids, valid, self.experts[region]))
 
     def merge(self, other: RangeAccumulator) -> None:
         for region, values in other.totals.items():
             self._add(region, values)
+        for key, counts in other.used.items():
+            self._use(key, counts)
 
     def reset(self) -> None:
         """Forget, in place: the tensors stay where they are."""
-        for values in self.totals.values():
-            for total in values:
-                total.zero_()
+        for total in (*(t for values in self.totals.values() for t in values), *self.used.values()):
+            total.zero_()
+
+    def _use(self, key: tuple[Phase, str], counts: Tensor) -> None:
+        with torch.inference_mode(False):
+            if key in self.used:
+                self.used[key] += counts
+            else:
+                self.used[key] = counts.detach().clone()
 
     def _add(self, region: str, values: list[Tensor]) -> None:
         with torch.inference_mode(False):  # totals outlive the call: inference tensors could not be added to
@@ -83,6 +100,13 @@ class RangeAccumulator:
             torch.maximum(top, values[0], out=top)
             for total, new in zip(sums, values[1:], strict=True):
                 total += new
+
+    def usage(self) -> Usage:
+        """On the CPU."""
+        phases: dict[Phase, dict[str, Tensor]] = {"prefill": {}, "decode": {}}
+        for (phase, region), counts in self.used.items():
+            phases[phase][region] = counts.cpu()
+        return Usage(phases["prefill"], phases["decode"])
 
     def ranges(self) -> Ranges:
         merged = Ranges.empty()
@@ -98,7 +122,7 @@ class Recording:
 
     trace: Trace
     kind: RecordKind
-    accumulator: RangeAccumulator = field(default_factory=RangeAccumulator)
+    accumulator: RangeAccumulator
     inputs: InputLog | None = None
 
 
@@ -172,7 +196,9 @@ class Session:
 
     def _learn_regions(self, mode: Mode) -> None:
         if not self.regions and self.engine.reports[mode]:
-            self.regions = self.engine.reports[mode][0].regions
+            found = self.engine.reports[mode][0].regions
+            self._plain(found)  # raises where the rule does not fit
+            self.regions = found
 
     def need_regions(self) -> tuple[Region, ...]:
         if not self.regions:
@@ -182,13 +208,28 @@ class Session:
             )
         return self.regions
 
+    def quantized_regions(self) -> tuple[Region, ...]:
+        """Regions that the recipe applies to; the others compute in the model's own dtype."""
+        regions = self.need_regions()
+        plain = self._plain(regions)
+        return tuple(region for region in regions if region.name not in plain)
+
+    def _plain(self, regions: Sequence[Region]) -> frozenset[str]:
+        return self.options.unquantized.of([r.name for r in regions if isinstance(r, MoERegion)])
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """Number of experts of each region."""
+        return {r.name: r.num_experts for r in self.need_regions() if isinstance(r, MoERegion)}
+
     def guided_regions(self) -> frozenset[str]:
-        """Regions whose outcome is recorded and replayed: the last ``options.last`` of them in graph order, or one."""
-        names = [r.name for r in self.need_regions()]
+        """Regions whose outcome is recorded and replayed: the last ``options.last`` of the quantized ones in graph
+        order, or one."""
+        names = [r.name for r in self.quantized_regions()]
         return frozenset(names[-max(1, round(len(names) * self.options.last)) :])
 
     def sites(self) -> tuple[SiteKey, ...]:
-        return tuple((r.name, p) for r in self.need_regions() for p in r.projections)
+        return tuple((r.name, p) for r in self.quantized_regions() for p in r.projections)
 
     def layout(self, kind: RecordKind) -> RecordLayout:
         """Row layout of a trace of this model under the scales now in force."""
@@ -213,6 +254,8 @@ class Session:
             "regions": [r.geometry for r in regions],
             "rollout": self.recipe.rollout.key if self.recipe.rollout else "none",
         }
+        if self.options.unquantized != Unquantized():
+            facts["quantized"] = [r.name for r in self.quantized_regions()]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def scales_from(self, ranges: Ranges) -> dict[SiteKey, Tensor]:
@@ -272,6 +315,7 @@ class Session:
             replay=self.options.replay_routing and self.guiding is not None,
             train=True,
             recompute=self.options.recompute,
+            unquantized=self.options.unquantized,
             strict=self.options.strict,
             include=self.options.include,
             ignore=self.options.ignore,

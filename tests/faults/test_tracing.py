@@ -40,8 +40,8 @@ def test_T02_a_quantizer_without_observations_is_an_error_that_names_it(monkeypa
     rollout = model.rollout()
     add = RangeAccumulator.add
 
-    def disconnected(self: RangeAccumulator, emits: dict[str, dict[str, torch.Tensor]]) -> None:
-        add(self, {kind: {r: t for r, t in by.items() if "layers.1" not in r} for kind, by in emits.items()})
+    def disconnected(self: RangeAccumulator, emits: dict[str, dict[str, torch.Tensor]], *more: Any) -> None:
+        add(self, {kind: {r: t for r, t in by.items() if "layers.1" not in r} for kind, by in emits.items()}, *more)
 
     monkeypatch.setattr(RangeAccumulator, "add", disconnected)
     with model.trace():

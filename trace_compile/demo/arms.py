@@ -106,7 +106,7 @@ class Arm:
             for _ in range(_CALIBRATIONS):
                 with self.model.trace(record="ranges") as trace:
                     self.twin(input_ids=ids, attention_mask=(ids != PAD).long(), use_cache=False)
-                self.twin.refit()
+                self.twin.refit(progress=self._progress)
                 if not trace.ranges.stale():
                     return
 
@@ -125,8 +125,13 @@ class Arm:
 
     def refit(self) -> None:
         """Bring the twin up to the trainer."""
-        self.twin.refit()
+        self.twin.refit(progress=self._progress)
         self._fitted = self.updates
+
+    @property
+    def _progress(self) -> float:
+        """The finished fraction of a run."""
+        return min(1.0, self.updates / self.preset.rl.steps)
 
     def generate(
         self, problems: list[Problem], seed: int, forced: Tensor | None = None, *, measure: bool = True

@@ -41,6 +41,7 @@ from trace_compile.state.offload import Offload
 from trace_compile.state.ranges import Ranges
 from trace_compile.state.resident import Resident
 from trace_compile.state.runs import KEY_BYTES, Run, Stage, add_run, sort_unique
+from trace_compile.state.usage import Usage
 
 if TYPE_CHECKING:
     from trace_compile.state.shards import FolderReader, ShardWriter
@@ -86,6 +87,8 @@ class Trace:
         self.inputs: InputLog | None = None
         self._counters = Counters()
         self._tallies: dict[torch.device, Tensor] = {}
+        self.usage = Usage()
+        """Routes to each expert while this was recorded; not stored in files (``Usage.to_dict``)."""
         self._runs: list[Run] = []
         self._stage: Stage | None = None
         self._offload = Offload()
@@ -440,7 +443,7 @@ class Trace:
             stage_bytes=self.stage_bytes,
             device_bytes=self.device_bytes,
         )
-        other._counters = replace(self.counters)
+        other._counters, other.usage = replace(self.counters), self.usage
         return other
 
     def _compact_rows(self, rows: Tensor) -> Tensor:
