@@ -53,7 +53,7 @@ def _observe_quantized(gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, 
     wanted = (_ROWS if record in ("bit", "code") else ()) + (_RANGES if record != "none" else ())
     for kind, out in (*wanted, *((("diag", Out.DIAG),) if diagnose else ())):
         result = Builder(node.next).function(operator.getitem, node, int(out))
-        if kind in ("amax", "counts") and node.meta["experts"] is not None:
+        if kind in ("amax", "counts") and node.meta.get("experts") is not None:
             result = _of_all_experts(result, node.meta["experts"])
         emit(gm, scope, result, kind, region)  # type: ignore[arg-type]
 
