@@ -118,7 +118,6 @@ def test_C02_lengths_share_graphs() -> None:
             rollout(input_ids=ids[n], use_cache=False)
     twin = rollout.__dict__["_trace_compile_twin"].engine
     engine = session_of(model).engine
-    discovered = dict(engine.compile_counts)
     for guide in (None, trace):
         model.guide(guide)
         for train in (True, False):
@@ -129,7 +128,7 @@ def test_C02_lengths_share_graphs() -> None:
                     assert out.logits.shape == (2, n, VOCAB) and out.logits.requires_grad == train
             grown = {mode: n - before.get(mode, 0) for mode, n in engine.compile_counts.items()}
             assert [n for n in grown.values() if n] and max(grown.values()) <= 3
-    assert len(engine.compile_counts) == len(discovered) + 2  # unguided and guided
+    assert {mode.guidance for mode in engine.compile_counts} == {"none", "bit"} and len(engine.compile_counts) == 2
     for n in LENGTHS:
         rollout(input_ids=ids[n], use_cache=False)
     assert len(twin.compile_counts) == 2 and max(twin.compile_counts.values()) <= 3
