@@ -77,3 +77,43 @@ def rows_launch(words: int) -> RowsLaunch:
     """Tiles of rows that are only moved and unpacked: about 1024 words, up to 256 of them in a row."""
     block_k = min(256, 1 << (words - 1).bit_length())
     return RowsLaunch(1024 // block_k, block_k, 4)
+
+
+@dataclass(frozen=True)
+class DispatchLaunch:
+    """Slots that a program reads at a time."""
+
+    block: int
+    num_warps: int
+
+
+def dispatch_launch(slots: int, target: Target) -> DispatchLaunch:
+    """Configuration of ``dispatch.tiles_of`` for ``slots`` slots."""
+    block = min(1024, max(32, 1 << (slots - 1).bit_length()))
+    return DispatchLaunch(block, num_warps=max(1, min(8, block // 128)))
+
+
+@dataclass(frozen=True)
+class GemmLaunch:
+    """``tile`` slots by ``block_n`` columns of the result (twice as many of the weight when gated) per program.
+
+    64 columns of K are loaded at a time, ``stages`` times ahead. None of it changes a bit of the result.
+    """
+
+    tile: int
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class MoELaunch:
+    """Of one expert layer."""
+
+    gate_up: GemmLaunch
+    down: GemmLaunch
+
+
+def moe_launch(tokens: int, top_k: int, experts: int, hidden: int, width: int, target: Target) -> MoELaunch:
+    """Configuration of ``moe_forward`` for ``tokens`` x ``hidden`` and ``experts`` of ``width``."""
+    return MoELaunch(GemmLaunch(16, 64, 3, 4), GemmLaunch(16, 64, 3, 4))

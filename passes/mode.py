@@ -56,9 +56,9 @@ class Mode:
     diagnose: hand out mismatch counts against the guidance. replay: take recorded expert ids instead of the router's.
     train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
     instead of keeping its result. unquantized: expert regions that stop at the float op. kept: of a pruned rollout, the
-    regions with fewer experts and how many their packed weights hold. noise: add noise to the norms' weights. strict:
-    an expert-shaped operation left as it is raises. include, ignore: patterns of linear layers to quantize too, see
-    ``linears``.
+    regions with fewer experts and how many their packed weights hold. noise: add noise to the norms' weights. quads:
+    packed experts come in the form of ``ops.quads`` where ``keeps_quads`` says so. strict: an expert-shaped operation
+    left as it is raises. include, ignore: patterns of linear layers to quantize too, see ``linears``.
     """
 
     scheme: MoEScheme | None
@@ -76,6 +76,7 @@ class Mode:
     kept: tuple[tuple[str, int], ...] = ()
     noise: bool = False
     strict: bool = True
+    quads: bool = False
     include: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
 

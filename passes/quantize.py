@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from ..errors import LoweringError
 from ..numerics import FORMATS
 from ..ops.nvfp4_moe import Out
+from ..ops.quads import part_shapes
 from ..ops.rows import guide_bytes
 from ..ops.scheme import MoEScheme, OperandScheme
 from .feeds import Feeds, region_ops
@@ -21,7 +22,7 @@ from .graph import Builder, Scope, argument, bring_in, fake, scopes, shape
 from .mode import Mode
 from .outline import erase_dead
 from .prune import compact
-from .region import Feed, LinearRegion, MoERegion, Region
+from .region import Feed, LinearRegion, MoERegion, Region, keeps_quads
 
 
 def quantize(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
@@ -161,13 +162,9 @@ def _packed(plan: _Plan, at: Builder, scope: Scope, region: Region, shapes: dict
         dtypes = (torch.uint8, torch.uint8, torch.float32) * len(shapes)
         return tuple(at.method("new_empty", x, (0,), dtype=dtype) for dtype in dtypes)
     fmt, found = FORMATS[plan.scheme.weight.fmt], []
+    quads = plan.config.quads and keeps_quads(region, plan.scheme, fake(like).device)
     for which, (experts, n, k) in shapes.items():
-        parts = {
-            "codes": ((experts, n, k // 2), torch.uint8),
-            "scales": ((experts, n, fmt.scale_bytes(k)), torch.uint8),
-            "outer": ((experts,), torch.float32),
-        }
-        for part, (dims, dtype) in parts.items():
+        for part, (dims, dtype) in part_shapes((experts, n, k), quads, fmt).items():
             root = plan.feeds.whole(Feed("packed", region.name, which, part), dims, dtype, like)
             found.append(bring_in(scope, root))
     return tuple(found)

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from ..ops.activation import Activation
+from ..ops.quads import prefers_quads
+from ..ops.scheme import MoEScheme
 from ..ops.weights import Master, WeightLayout
 
 Projection = Literal["gate_up", "down", "input"]
@@ -117,6 +120,11 @@ class LinearRegion:
 
 
 Region = MoERegion | LinearRegion
+
+
+def keeps_quads(region: Region, scheme: MoEScheme, device: torch.device) -> bool:
+    """Whether inference on ``device`` keeps the region's packed weights in the form of ``ops.quads``."""
+    return isinstance(region, MoERegion) and prefers_quads(scheme, (region.hidden, region.width), device)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ Capture under :func:`capturing`, which sets what the passes rely on and gives er
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,9 @@ from .passes.region import Emit, Feed, Region
 from .passes.report import CompileReport, untouched
 from .passes.runner import PassRunner
 from .state.packed import PackedWeights
+
+if importlib.util.find_spec("triton") is not None:  # torch brings it where there are GPUs that it compiles for
+    from .kernels import providers  # noqa: F401
 
 __all__ = ["Backend", "CompileReport", "Mode", "Runtime", "capturing", "trace_compile_backend"]
 

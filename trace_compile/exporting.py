@@ -76,7 +76,7 @@ class SessionExperts:
     def _tensor(self, region: MoERegion, which: str, input_outer: float | None) -> ExpertTensor:
         expert, layout = region.weight(which)
         packed, source = self.pack(region, which)
-        return ExpertTensor(expert.name, layout, packed, input_outer, source.foreign, source.inverse)
+        return ExpertTensor(expert.name, layout, packed.linear, input_outer, source.foreign, source.inverse)
 
 
 def expert_regions(session: Session) -> tuple[MoERegion, ...]:

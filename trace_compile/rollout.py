@@ -38,7 +38,7 @@ from trace_compile.importing import receive
 from trace_compile.noise import NormNoise
 from trace_compile.ops.weights import Master, Packed, joined
 from trace_compile.passes.mode import Mode
-from trace_compile.passes.region import ExpertParam, MoERegion, Region
+from trace_compile.passes.region import ExpertParam, MoERegion, Region, keeps_quads
 from trace_compile.pruning import Pruned
 from trace_compile.runtime import Call, Emits
 from trace_compile.session import Recording, Session, record_rows
@@ -97,14 +97,17 @@ class Twin:
         self.packed, self.experts, self.params = packed, experts, params
 
     def _packer(self, regions: Iterable[Region]) -> Packer:
-        """Packs a parameter; of a pruned region only the kept experts, with the bytes of a whole twin."""
-        pack, pruned = self.session.origins.pack, self.pruned
-        if pruned is None:
-            return pack
-        owners = {region.weight(which)[0].name: region.name for region in regions for which in region.weights}
+        """Packs a parameter in the form that the region's kernels take; of a pruned region only the kept experts, with
+        the bytes of a whole twin."""
+        pack, pruned, scheme = self.session.origins.pack, self.pruned, self.session.recipe.rollout
+        owners = {region.weight(which)[0].name: region for region in regions for which in region.weights}
+        assert scheme is not None
 
-        def selected(*args: Any, name: str = "weight") -> Packed:
-            return pruned.select(owners[name], pack(*args, name=name))
+        def selected(param: Tensor, *args: Any, name: str = "weight") -> Packed:
+            packed, region = pack(param, *args, name=name), owners[name]
+            if pruned is not None:
+                packed = pruned.select(region.name, packed)
+            return packed.quads if keeps_quads(region, scheme, param.device) else packed
 
         return selected
 
@@ -228,6 +231,7 @@ class Twin:
             unquantized=options.unquantized,
             kept=() if self.pruned is None else self.pruned.counts,
             noise=self.noise is not None,
+            quads=True,
             strict=options.strict,
             include=options.include,
             ignore=options.ignore,

@@ -293,3 +293,17 @@ def test_masters_on_the_cpu_refit_weights_on_the_gpu():
     cache.update_all({"w": new})
     assert packed.codes.is_cuda and addresses(packed) == where
     assert torch.equal(packed.codes.cpu(), pack_experts(new, PLAIN, EXPERT).codes)
+
+
+def test_an_entry_keeps_its_form_and_addresses():
+    cache, params = PackedWeights(lambda *a, **k: pack_experts(*a, **k).quads), {"w": weight(shape=(3, 16, 128))}
+    quads = cache.get("w", params["w"], PLAIN, EXPERT)
+    before = addresses(quads)
+    assert quads.quads is quads and cache.bits_per_weight < 4.6
+    with torch.no_grad():
+        params["w"].mul_(3.0)
+    cache.update_all(params)
+    assert addresses(quads) == before and same(quads.linear, params["w"])
+    other = weight(5, shape=(3, 16, 128))
+    cache.adopt({"w": pack_experts(other, PLAIN, EXPERT)})
+    assert addresses(quads) == before and same(quads.linear, other)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..numerics import decode_blocks, unpack_nibbles
 from .grouped import grouped_mm
+from .quads import from_quads, in_quads
 from .residual import Extra
 from .routing import Routing
 
@@ -40,6 +41,8 @@ class ExpertWeights:
         if fmt is None:
             assert master is not None
             return cls(master.to(dtype), None)
+        if in_quads(codes):
+            codes, scales = from_quads(codes, scales)
         return cls(decode_blocks(unpack_nibbles(codes), scales, fmt, dtype), outer)
 
 

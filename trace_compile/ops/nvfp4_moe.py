@@ -37,6 +37,7 @@ from .checks import same_device, whole_blocks
 from .linear import ExpertWeights, expert_linear
 from .nvfp4_moe_backward import nvfp4_moe_backward
 from .observe import BUCKETS, Diag, diagnosis, expert_amax, expert_counts, histogram, row_amax, saturation
+from .quads import packed_shape
 from .records import KINDS, RegionRow, payload_of
 from .residual import operand, residual_of
 from .routing import Routing, combine, route, routed_tokens
@@ -88,7 +89,7 @@ class NvFp4MoEOperands:
     w2: Tensor | None  # [E, H, I]
     b13: Tensor | None  # [E, N1]
     b2: Tensor | None  # [E, H]
-    c13: Tensor  # u8 [E, N1, H/2]
+    c13: Tensor  # u8 [E, N1, H/2], or with s13 and c2, s2 in the form of .quads
     s13: Tensor  # u8 [E, N1, Format.scale_bytes(H)]
     g13: Tensor  # f32 [E]
     c2: Tensor  # u8 [E, H, I/2]
@@ -117,9 +118,10 @@ class NvFp4MoEOperands:
     @property
     def shape13(self) -> tuple[int, int]:
         """(E, N1)."""
-        rows = self.c13 if self.schemes.weight else self.w13
-        assert rows is not None
-        return rows.shape[0], rows.shape[1]
+        if self.schemes.weight:
+            return packed_shape(self.c13)[:2]
+        assert self.w13 is not None
+        return self.w13.shape[0], self.w13.shape[1]
 
     @property
     def width(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 from .activation import Activation
 from .grouped import grouped_sum, grouped_wgrad
 from .linear import ExpertWeights, expert_linear
+from .quads import packed_shape
 from .residual import dequantized, operand, residual_of
 from .routing import combine, routed_tokens, routing_of
 from .rows import Rows
@@ -70,8 +71,7 @@ class BackwardOperands:
     @property
     def shape13(self) -> tuple[int, int]:
         """(E, N1)."""
-        rows = self.c13 if self.w13 is None else self.w13
-        return rows.shape[0], rows.shape[1]
+        return packed_shape(self.c13)[:2] if self.w13 is None else (self.w13.shape[0], self.w13.shape[1])
 
 
 def native(o: BackwardOperands) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ share one outer scale per expert because engines fuse the pair; one vectorised q
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..errors import NonFiniteWeightError, UnknownFormatError
 from ..numerics import amax, decode_blocks, format_of, outer_scale, pack_nibbles, quantize_blocks, unpack_nibbles
 from .checks import whole_blocks
+from .quads import from_quads, in_quads, packed_shape, to_quads
 from .scheme import OperandScheme
 
 Master = Tensor | tuple[Tensor, ...]
@@ -57,11 +59,29 @@ class WeightLayout:
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized expert parameter. Invariant: ``weight[e] = decode(codes[e], scales[e]) * outer[e]``, all finite."""
+    """A quantized expert parameter. Invariant: ``weight[e] = decode(codes[e], scales[e]) * outer[e]``, all finite.
+
+    In the linear form as below, or in the form of :mod:`.quads`, of the same size.
+    """
 
     codes: Tensor  # u8 [E, N, K/2], even element in the low nibble
     scales: Tensor  # u8 [E, N, Format.scale_bytes(K)], raw bytes
     outer: Tensor  # f32 [E]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        return packed_shape(self.codes)
+
+    @property
+    def linear(self) -> Packed:
+        """The same weights in the linear form; itself where it has that."""
+        return Packed(*from_quads(self.codes, self.scales), self.outer) if in_quads(self.codes) else self
+
+    @property
+    def quads(self) -> Packed:
+        """The same weights in the form of :mod:`.quads`; itself where it has that."""
+        return self if in_quads(self.codes) else Packed(*to_quads(self.codes, self.scales), self.outer)
 
     @property
     def nbytes(self) -> int:
@@ -70,11 +90,12 @@ class Packed:
     @property
     def bits_per_value(self) -> float:
         """Payload and block scales, without the outer scales: 4.5 for NVFP4."""
-        return 8 * (self.codes.nbytes + self.scales.nbytes) / (2 * self.codes.numel())
+        return 8 * (self.codes.nbytes + self.scales.nbytes) / math.prod(self.shape)
 
     def values(self, dtype: torch.dtype, fmt: str = "nvfp4") -> Tensor:
         """``[E, N, K]`` without the outer scales; exact in float32, and in bfloat16 for nvfp4, mxfp4 and hif4."""
-        return decode_blocks(unpack_nibbles(self.codes), self.scales, fmt, dtype)
+        linear = self.linear
+        return decode_blocks(unpack_nibbles(linear.codes), linear.scales, fmt, dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, fmt: str = "nvfp4") -> Tensor:
         """``[E, N, K]`` weights; exact in bfloat16 too where the outer scales are powers of two."""

@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -26,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from trace_compile.errors import RefitError
+from trace_compile.ops.quads import in_quads
 from trace_compile.ops.scheme import OperandScheme
 from trace_compile.ops.weights import Master, Packed, WeightLayout, joined, pack_experts
 from trace_compile.state.origins import Packer
@@ -129,7 +131,7 @@ class PackedWeights:
                 packed = self._pack(key, param)
                 if not _fits(entry.packed, packed):
                     raise RefitError(
-                        f"{key[0]} was packed from {list(_shape(entry.packed))} and is now {list(_shape(packed))}; "
+                        f"{key[0]} was packed from {list(entry.packed.shape)} and is now {list(packed.shape)}; "
                         "build the rollout again for another model"
                     )
                 staged.append((entry, packed, stamps))
@@ -145,13 +147,16 @@ class PackedWeights:
         missing = sorted(self.names - packed.keys())
         if missing:
             raise RefitError(f"packed weights lack {missing}: those of different steps must not be mixed")
+        staged = []
         for (name, _, _), entry in self._entries.items():
-            if not _fits(entry.packed, packed[name]):
-                raise RefitError(
-                    f"{name} is {list(_shape(packed[name]))}, this model's is {list(_shape(entry.packed))}"
-                )
-        for (name, _, _), entry in self._entries.items():
-            _write(entry, packed[name], None)
+            given = packed[name]
+            if given.shape == entry.packed.shape:
+                given = given.quads if in_quads(entry.packed.codes) else given.linear
+            if not _fits(entry.packed, given):
+                raise RefitError(f"{name} is {list(packed[name].shape)}, this model's is {list(entry.packed.shape)}")
+            staged.append((entry, given))
+        for entry, given in staged:
+            _write(entry, given, None)
 
     @property
     def names(self) -> set[str]:
@@ -165,7 +170,7 @@ class PackedWeights:
     @property
     def bits_per_weight(self) -> float:
         """Bits per weight over all entries, outer scales included; 0 without entries."""
-        weights = sum(_shape(entry.packed).numel() for entry in self._entries.values())
+        weights = sum(math.prod(entry.packed.shape) for entry in self._entries.values())
         return 8 * self.nbytes / max(weights, 1)
 
     def __len__(self) -> int:
@@ -200,12 +205,6 @@ def _write(entry: _Entry, packed: Packed, stamps: tuple[Stamp, ...] | None) -> N
 
 def _fits(old: Packed, new: Packed) -> bool:
     return all(getattr(old, part.name).shape == getattr(new, part.name).shape for part in fields(Packed))
-
-
-def _shape(packed: Packed) -> torch.Size:
-    """[E, N, K] of the weights behind packed codes [E, N, K/2]."""
-    *outer, half = packed.codes.shape
-    return torch.Size((*outer, 2 * half))
 
 
 class WeightsVersion:

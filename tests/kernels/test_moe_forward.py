@@ -1,0 +1,176 @@
+"""The inference kernels against the native op, and bit against bit where launches, batches and routes differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from tests.ops.reference import ACTIVATIONS, GPT_OSS, make_case
+from trace_compile import numerics
+from trace_compile.kernels import providers  # noqa: F401
+from trace_compile.kernels.dispatch import tile_limit, tiles_of
+from trace_compile.kernels.launch import DispatchLaunch, GemmLaunch, MoELaunch, QuantizeLaunch
+from trace_compile.kernels.moe_forward import forward, refuses
+from trace_compile.kernels.round_rows import round_rows
+from trace_compile.ops import (
+    OPS,
+    W4A4_ROW,
+    W4A4_TRACED,
+    W4A16,
+    Activation,
+    MoEScheme,
+    OperandScheme,
+    Out,
+    check_close,
+    provider_for,
+)
+from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, native
+from trace_compile.ops.weights import Packed
+
+kernel_test = pytest.mark.kernel
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+OUTER_IN = (2.0**-8, 2.0**-7)
+TOLERANCE = OPS["nvfp4_moe"].tolerance
+
+
+def operands(device: torch.device, scheme: MoEScheme = W4A4_ROW, **options: Any) -> NvFp4MoEOperands:
+    """Inference operands in quads; widths of whole chunks."""
+    options = {"hidden": 128, "width": 64, "tokens": 5, "experts": 4} | options
+    case = make_case(scheme, dtype=torch.bfloat16, device=str(device), grad=False, **options)
+    outer = torch.tensor(OUTER_IN, device=device)
+    o = NvFp4MoEOperands(*case.operands(w13=None, w2=None, outer_in=outer))
+    q13, q2 = Packed(o.c13, o.s13, o.g13).quads, Packed(o.c2, o.s2, o.g2).quads
+    return replace(o, c13=q13.codes, s13=q13.scales, c2=q2.codes, s2=q2.scales)
+
+
+def result(o: NvFp4MoEOperands, launch: MoELaunch | None = None) -> Tensor:
+    return forward(o, launch)[Out.Y]
+
+
+def assert_native(o: NvFp4MoEOperands) -> None:
+    check_close(result(o), native(o)[Out.Y], **TOLERANCE(o))
+
+
+@kernel_test
+@pytest.mark.parametrize("scheme", [W4A16, W4A4_ROW, W4A4_TRACED], ids=["w4a16", "row", "traced"])
+def test_equals_native(scheme: MoEScheme, device: torch.device) -> None:
+    assert_native(operands(device, scheme))
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    "activation", [*ACTIVATIONS, Activation.build(True, [("pow", ("gate", 1.5)), ("mul", ("%0", "up"))])]
+)
+def test_activations_biases_and_those_without_device_form(activation: Activation, device: torch.device) -> None:
+    o = operands(device, W4A4_TRACED, activation=activation, tokens=3, hidden=64)
+    if activation not in ACTIVATIONS:
+        o = replace(o, b13=None)
+    assert_native(o)
+
+
+@kernel_test
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "ids"), [(0, 2, 3, None), (1, 4, 4, None), (6, 2, 5, [3, 3])])
+def test_routes(tokens: int, top_k: int, experts: int, ids: list[int] | None, device: torch.device) -> None:
+    """No token, one token, all tokens to one expert twice (which real routers do not), experts without tokens."""
+    chosen = None if ids is None else torch.tensor(ids, device=device).repeat(tokens, 1)
+    o = operands(device, tokens=tokens, top_k=top_k, experts=experts, hidden=64, ids=chosen)
+    assert result(o).shape == o.x.shape
+    assert_native(o)
+    nowhere = replace(o, expert_ids=torch.full_like(o.expert_ids, experts))
+    assert not bool(result(nowhere).any())
+
+
+@kernel_test
+def test_a_token_has_its_bits_in_any_batch_and_launch(device: torch.device) -> None:
+    interpreted = device.type == "cpu"
+    o = operands(device, tokens=4 if interpreted else 300, hidden=128 if interpreted else 2880, width=192, experts=3)
+    together = result(o)
+    for rows in (slice(0, 1), slice(1, 3)) if interpreted else (slice(0, 1), slice(4, 5), slice(2, 70)):
+        alone = replace(o, x=o.x[rows], expert_ids=o.expert_ids[rows], gates=o.gates[rows])
+        assert torch.equal(result(alone), together[rows])
+    launches = [GemmLaunch(8, 32, 3, 1), GemmLaunch(16, 64, 2, 4), GemmLaunch(64, 128, 3, 4)]
+    for gate_up, down in list(zip(launches, reversed(launches)))[: 1 if interpreted else None]:
+        assert torch.equal(result(o, MoELaunch(gate_up, down)), together)
+
+
+@kernel_test
+@pytest.mark.parametrize("scheme", [W4A16, W4A4_ROW], ids=["w4a16", "row"])
+def test_non_finite_tokens_stay_alone(scheme: MoEScheme, device: torch.device) -> None:
+    o = operands(device, scheme, hidden=64)
+    ids = torch.arange(10, device=device).view(5, 2) % 4
+    o = replace(o, expert_ids=ids)
+    x = o.x.clone()
+    x[1, 3], x[3, 60] = torch.nan, torch.inf
+    found, clean = result(replace(o, x=x)), result(o)
+    assert bool(found[[1, 3]].isnan().all()) and torch.equal(found[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+@kernel_test
+@pytest.mark.parametrize(("slots", "tile", "block"), [(1, 16, 32), (40, 4, 32), (96, 16, 64)])
+def test_tiles(slots: int, tile: int, block: int, device: torch.device) -> None:
+    experts = 6
+    ids = torch.randint(-1, experts + 1, (slots, 1), generator=torch.Generator().manual_seed(slots))
+    ids[ids == 2] = 3  # an expert without slots
+    tiles = tiles_of(ids.to(device), experts, tile, launch=DispatchLaunch(block, 1))
+    expected = []
+    for expert in range(experts):
+        own = (ids[:, 0] == expert).nonzero()[:, 0].tolist()
+        expected += [(expert, own[i : i + tile]) for i in range(0, len(own), tile)]
+    assert len(expected) <= tile_limit(slots, experts, tile) == tiles.expert.shape[0]
+    found = tiles.expert.tolist()
+    assert found == [e for e, _ in expected] + [-1] * (len(found) - len(expected))
+    for row, (_, own) in zip(tiles.slots.tolist(), expected):
+        assert row == own + [-1] * (tile - len(own))
+
+
+@kernel_test
+@pytest.mark.parametrize("outer", [None, 2.0**-6])
+def test_rounded_rows_are_the_packed_ones(outer: float | None, device: torch.device) -> None:
+    x = torch.randn(12, 208, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    x[0], x[1, :16], x[2, 100], x[3, 5] = 0, 0, torch.inf, torch.nan
+    x[4] *= 1e-30
+    x[5, ::2] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(13).to(torch.bfloat16)
+    x[6] = torch.where(x[6] > 0, 0.0, -0.0).to(torch.bfloat16)
+    given = None if outer is None else torch.tensor(outer)
+    want = numerics.quantize(x, outer="row" if given is None else given)
+    for launch in (None, QuantizeLaunch(2, 64, 3, 2)):
+        values, outers = round_rows(x.to(device), None if given is None else given.to(device), launch=launch)
+        expected = want.values(torch.bfloat16)
+        assert torch.equal(values.cpu().isnan(), expected.isnan())
+        assert torch.equal(values.cpu().nan_to_num(0).view(torch.int16), expected.nan_to_num(0).view(torch.int16))
+        assert torch.equal(outers.cpu(), want.outer.reshape(-1).expand(12))
+
+
+def on_fake_gpu(o: NvFp4MoEOperands) -> NvFp4MoEOperands:
+    with FakeTensorMode():
+        parts: dict[str, Any] = {
+            k: torch.empty(v.shape, dtype=v.dtype, device="cuda") for k, v in vars(o).items() if isinstance(v, Tensor)
+        }
+    return replace(o, **parts)
+
+
+def test_what_is_refused() -> None:
+    own = operands(torch.device("cpu"), activation=GPT_OSS)
+    o = on_fake_gpu(own)
+    assert refuses(o) is None and provider_for("nvfp4_moe", list(vars(o).values())).name == "triton"
+    whole = MoEScheme(OperandScheme(outer="expert"), OperandScheme(outer="tensor"))
+    parts = [Packed(own.c13, own.s13, own.g13).linear, Packed(own.c2, own.s2, own.g2).linear]
+    linear = on_fake_gpu(replace(own, c13=parts[0].codes, s13=parts[0].scales, c2=parts[1].codes, s2=parts[1].scales))
+    for refused, reason in (
+        (own, "cpu"),
+        (replace(o, w13=o.x, w2=o.x), "gradients"),
+        (replace(o, record="bit"), "records"),
+        (replace(o, x=o.x.float()), "float32"),
+        (replace(o, gates=o.gates.double()), "float64"),
+        (replace(o, scheme=whole.key), "whole batch"),
+        (linear, "linear"),
+    ):
+        found = refuses(refused)
+        assert found is not None and reason in found
+        chosen = provider_for("nvfp4_moe", list(vars(refused).values()))
+        assert chosen.name == "native" and found in chosen.reason
