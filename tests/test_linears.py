@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.backends import Compiled
 from tools.families import families
-from tools.family_checks import compiled, generation, training
+from tools.family_checks import compiled, export, generation, training
 from trace_compile import trace_compile
 from trace_compile.errors import BlockSizeError, NoMoERegionError, TraceCompileError
 from trace_compile.model import session_of
@@ -49,8 +53,9 @@ def test_training_is_the_reference(qwen2: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_twin_generates_what_the_trainer_predicts(qwen2: Any) -> None:
+def test_the_twin_generates_what_the_trainer_predicts_and_transformers_loads_it(qwen2: Any) -> None:
     assert generation(qwen2) == "yes"
+    assert export(qwen2) == "yes"
 
 
 def test_traced_scales_and_records_reach_every_layer(qwen2: Any) -> None:
@@ -168,3 +173,39 @@ def test_a_model_without_experts_trains_and_packs_only_what_changed(mixed: Mixed
     assert weights.pack_count == packs + 1
     twin = model.rollout()
     assert torch.equal(twin(x), model(x))
+
+
+def test_checkpoints_hold_the_twins_bytes_and_come_back(qwen2: Any, tmp_path: Path) -> None:
+    rollout = qwen2.rollout()
+    ids = torch.randint(2, 64, (2, 6), generator=torch.Generator().manual_seed(6))
+    with qwen2.trace(record="ranges"):
+        rollout(input_ids=ids, use_cache=False)
+    rollout.refit()
+    qwen2.export(tmp_path / "out")
+    stored: dict[str, Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        stored |= load_file(file)
+    session, twin = session_of(qwen2), rollout.__dict__["_trace_compile_twin"]
+    for region in (r for r in session.regions if isinstance(r, LinearRegion)):
+        packed, outer = twin.experts[region.w.name], float(session.outer[region.name, "input"])
+        codes, scales = packed.codes[0].split(region.rows), packed.scales[0].split(region.rows)
+        for module, code, scale in zip(region.modules, codes, scales, strict=True):
+            assert torch.equal(stored[f"{module}.weight_packed"], code)
+            assert torch.equal(stored[f"{module}.weight_scale"].view(torch.uint8), scale)
+            assert 1 / float(stored[f"{module}.weight_global_scale"]) == float(packed.outer)
+            assert 1 / float(stored[f"{module}.input_global_scale"]) == outer
+            assert f"{module}.weight" not in stored
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert not any(re.match(p.removeprefix("re:"), "model.layers.0.self_attn.q_proj") for p in ignored)
+    assert any(re.match(p.removeprefix("re:"), "model.layers.0.mlp.shared_expert_gate") for p in ignored)
+
+    with torch.no_grad():
+        expected, weight = rollout(input_ids=ids, use_cache=False).logits, qwen2.model.layers[0].self_attn.q_proj.weight
+        kept = {name: p.clone() for name, p in qwen2.named_parameters()}
+        weight += 1
+        report = qwen2.import_checkpoint(tmp_path / "out")
+        assert session.regions[0].w.name in report.packed  # type: ignore[union-attr]
+        rollout.refit()
+        assert torch.equal(rollout(input_ids=ids, use_cache=False).logits, expected)
+        for name, parameter in qwen2.named_parameters():
+            parameter.copy_(kept[name])

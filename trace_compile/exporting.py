@@ -8,7 +8,7 @@ session changes: an export between two training steps leaves no trace.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.errors import ExportError
-from trace_compile.export import ExpertTensor, ExpertWeights, ExportReport, ModelStream, export_checkpoint
+from trace_compile.export import (
+    ExpertTensor,
+    ExpertWeights,
+    ExportReport,
+    LinearWeights,
+    ModelStream,
+    RegionWeights,
+    export_checkpoint,
+)
 from trace_compile.export.formats import checkpoint_format
 from trace_compile.ops.scheme import MoEScheme
-from trace_compile.ops.weights import Packed
-from trace_compile.passes.region import MoERegion
+from trace_compile.ops.weights import Packed, joined
+from trace_compile.passes.region import LinearRegion, Region
 from trace_compile.session import Session
 from trace_compile.state.origins import Provenance
 
@@ -30,12 +38,12 @@ from trace_compile.state.origins import Provenance
 class SessionExperts:
     """The packed experts of a session's model or twin, asked for afresh at each iteration, region by region.
 
-    pack: called with a region and ``"w13"`` or ``"w2"``.
+    pack: called with a region and the name of one of its weights.
     """
 
     session: Session
     scheme: MoEScheme
-    pack: Callable[[MoERegion, str], tuple[Packed, Provenance]]
+    pack: Callable[[Region, str], tuple[Packed, Provenance]]
 
     @classmethod
     def of_model(cls, session: Session, model: nn.Module) -> SessionExperts:
@@ -43,9 +51,9 @@ class SessionExperts:
         scheme = rollout_scheme(session)
         params = dict(model.named_parameters(remove_duplicate=False))
 
-        def pack(region: MoERegion, which: str) -> tuple[Packed, Provenance]:
+        def pack(region: Region, which: str) -> tuple[Packed, Provenance]:
             expert, layout = region.weight(which)
-            param = params[expert.name]
+            param = joined(expert.master(params))
             assert scheme.weight is not None
             packed = session.origins.pack(param, layout, scheme.weight, name=expert.name)
             return packed, session.origins.provenance(expert.name, param)
@@ -58,35 +66,33 @@ class SessionExperts:
     ) -> SessionExperts:
         """What a twin generates with. Raises ExportError where the recipe packs no weights."""
 
-        def pack(region: MoERegion, which: str) -> tuple[Packed, Provenance]:
+        def pack(region: Region, which: str) -> tuple[Packed, Provenance]:
             name = region.weight(which)[0].name
             return experts[name], provenance[name]
 
         return cls(session, rollout_scheme(session), pack)
 
-    def __iter__(self) -> Iterator[ExpertWeights]:
+    def __iter__(self) -> Iterator[RegionWeights]:
         scales = input_scales(self.session)
-        for region in expert_regions(self.session):
-            w13, w2 = (
+        for region in self.session.quantized_regions():
+            tensors = (
                 self._tensor(region, which, scales.get((region.name, site)))
-                for which, site in (("w13", "gate_up"), ("w2", "down"))
+                for which, site in zip(region.weights, region.projections, strict=True)
             )
-            yield ExpertWeights(region.name, w13, w2, self.scheme, gated=region.activation.gated)
+            yield _item(region, self.scheme, tensors)
 
-    def _tensor(self, region: MoERegion, which: str, input_outer: float | None) -> ExpertTensor:
+    def _tensor(self, region: Region, which: str, input_outer: float | None) -> ExpertTensor:
         expert, layout = region.weight(which)
         packed, source = self.pack(region, which)
         return ExpertTensor(expert.name, layout, packed.linear, input_outer, source.foreign, source.inverse)
 
 
-def expert_regions(session: Session) -> tuple[MoERegion, ...]:
-    """The regions that checkpoints hold packed. Raises ExportError for quantized linear layers."""
-    found = []
-    for region in session.quantized_regions():
-        if not isinstance(region, MoERegion):
-            raise ExportError(f"{region.name}: checkpoints of quantized linear layers are not written; ignore it")
-        found.append(region)
-    return tuple(found)
+def _item(region: Region, scheme: MoEScheme, tensors: Iterable[ExpertTensor]) -> RegionWeights:
+    if isinstance(region, LinearRegion):
+        (weight,) = tensors
+        return LinearWeights(region.name, scheme, weight, region.modules, region.rows)
+    gate_up, down = tensors
+    return ExpertWeights(region.name, scheme, gate_up, down, gated=region.activation.gated)
 
 
 def rollout_scheme(session: Session) -> MoEScheme:
@@ -100,21 +106,19 @@ def rollout_scheme(session: Session) -> MoEScheme:
     return scheme
 
 
-def template(session: Session, region: MoERegion, params: Mapping[str, Tensor]) -> ExpertWeights:
+def template(session: Session, region: Region, params: Mapping[str, Tensor]) -> RegionWeights:
     """A region's names, layouts and shapes; its bytes are placeholders without memory."""
 
     def tensor(which: str) -> ExpertTensor:
         expert, layout = region.weight(which)
-        shape = layout.canonical(torch.empty(params[expert.name].shape, device="meta")).shape
-        experts, rows, columns = shape
+        parts = tuple(torch.empty(params[p.name].shape, device="meta") for p in expert.parameters)
+        experts, rows, columns = layout.canonical(joined(parts)).shape
         codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device="meta")
         scales = torch.empty(experts, rows, columns // 16, dtype=torch.uint8, device="meta")
         outer = torch.empty(experts, device="meta")
         return ExpertTensor(expert.name, layout, Packed(codes, scales, outer))
 
-    return ExpertWeights(
-        region.name, tensor("w13"), tensor("w2"), rollout_scheme(session), gated=region.activation.gated
-    )
+    return _item(region, rollout_scheme(session), map(tensor, region.weights))
 
 
 def input_scales(session: Session) -> dict[tuple[str, str], float]:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from trace_compile.errors import ExportError, NonFiniteWeightError, RefitError
 from trace_compile.export.assemble import assemble
 from trace_compile.export.checks import find_problems
-from trace_compile.export.experts import ExpertTensor, ExpertWeights, check_experts
+from trace_compile.export.experts import ExpertTensor, RegionWeights, check_experts
 from trace_compile.export.formats import CheckpointFormat, checkpoint_format
 from trace_compile.export.names import RegionNames, own_tensors, region_names, tied_names
 from trace_compile.export.opened import Checkpoint
 from trace_compile.export.verify import READERS, refuse
-from trace_compile.exporting import expert_regions, template
+from trace_compile.exporting import template
 from trace_compile.ops.weights import Packed
 from trace_compile.session import Session
 from trace_compile.state.origins import Origin, Provenance
@@ -68,7 +68,7 @@ def import_checkpoint(session: Session, model: nn.Module, path: str | os.PathLik
     experts = [reading.experts(name) for name in reading.templates]
     scales: Scales = {}
     for item in experts:
-        if isinstance(item, ExpertWeights):
+        if isinstance(item, RegionWeights):
             scales |= {(item.region, key): t.input_outer for key, t in item.tensors().items() if t.input_outer}
     scales, rounded = _powers_of_two(scales)
     notes += [f"{region}.{site}: input scale {old!r} became {new!r}" for (region, site), (old, new) in rounded.items()]
@@ -80,11 +80,12 @@ def import_checkpoint(session: Session, model: nn.Module, path: str | os.PathLik
         for target, source in others:
             target.copy_(checkpoint.tensor(source) if isinstance(source, str) else source)
         for item in experts:
-            if isinstance(item, ExpertWeights):
+            if isinstance(item, RegionWeights):
                 for tensor in item.tensors().values():
                     origin = Origin(tensor.layout, tensor.packed, _provenance(tensor), item.weight_scheme.fmt)
-                    param = params[tensor.name]
-                    param.copy_(origin.values(param.dtype))
+                    names = list(item.split(tensor, torch.empty(tensor.parameter_shape, device="meta")))
+                    for name, value in item.split(tensor, origin.values(params[names[0]].dtype)).items():
+                        params[name].copy_(value)
                     origins[tensor.name] = origin
             else:
                 for name, value in item.items():
@@ -111,12 +112,12 @@ class _Reading:
 
     model: nn.Module
     checkpoint: Checkpoint
-    templates: dict[str, tuple[ExpertWeights, RegionNames]]
+    templates: dict[str, tuple[RegionWeights, RegionNames]]
 
     @classmethod
     def of(cls, session: Session, model: nn.Module, checkpoint: Checkpoint) -> _Reading:
         params = dict(model.named_parameters(remove_duplicate=False))
-        items = [template(session, region, params) for region in expert_regions(session)]
+        items = [template(session, region, params) for region in session.quantized_regions()]
         return cls(model, checkpoint, {item.region: (item, region_names(model, item)) for item in items})
 
     def others(self) -> list[tuple[Tensor, str | Tensor]]:
@@ -126,7 +127,7 @@ class _Reading:
         """
         checkpoint, problems, found = self.checkpoint, list[str](), list[tuple[Tensor, str | Tensor]]()
         expected = self._expert_names()
-        stacked = frozenset(t.name for item, _ in self.templates.values() for t in item.tensors().values())
+        stacked = frozenset(name for item, _ in self.templates.values() for name in item.parameter_shapes())
         for name, target in own_tensors(self.model, stacked).items():
             module = name.rpartition(".")[0]
             if module in checkpoint.modules and name.endswith(".weight"):
@@ -158,7 +159,7 @@ class _Reading:
             names |= set(region.stacked.values())
         return names
 
-    def experts(self, name: str) -> ExpertWeights | dict[str, Tensor]:
+    def experts(self, name: str) -> RegionWeights | dict[str, Tensor]:
         """A region's packed weights, or its dense parameters by name."""
         item, names = self.templates[name]
         checkpoint = self.checkpoint
@@ -169,8 +170,8 @@ class _Reading:
             raise ExportError(f"{checkpoint.path}: {name} has packed and dense experts; one layer is all of one kind")
         return self._dense(item, names)
 
-    def _dense(self, item: ExpertWeights, names: RegionNames) -> dict[str, Tensor]:
-        found = {}
+    def _dense(self, item: RegionWeights, names: RegionNames) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
         for key, tensor in item.tensors().items():
             if key in names.stacked and names.stacked[key] in self.checkpoint.names:
                 value = self.checkpoint.tensor(names.stacked[key])
@@ -188,7 +189,7 @@ class _Reading:
                     f"{tensor.name}: the checkpoint holds {list(value.shape)}, finite or not; the model's is "
                     f"{list(tensor.parameter_shape)} and must be finite"
                 )
-            found[tensor.name] = value
+            found |= item.split(tensor, value)
         return found
 
 
@@ -196,7 +197,7 @@ def _provenance(tensor: ExpertTensor) -> Provenance:
     return Provenance(tensor.foreign, tensor.inverse)
 
 
-def _modules(item: ExpertWeights, names: RegionNames) -> list[str]:
+def _modules(item: RegionWeights, names: RegionNames) -> list[str]:
     return [names.modules[p].format(e) for p in item.projections() for e in range(item.num_experts)]
 
 
@@ -247,8 +248,10 @@ def receive(session: Session, module: nn.Module, weights: Iterable[tuple[str, Te
         name.endswith(f".{field.suffix}") for name in got for field in fmt.fields if field.role == "input"
     )
     packed, provenance, scales = dict[str, Packed](), dict[str, Provenance](), Scales()
-    for region in expert_regions(session):
+    replaced: set[str] = set()
+    for region in session.quantized_regions():
         item = template(session, region, params)
+        replaced |= item.parameter_shapes().keys()
         item = assemble(item, region_names(module, item), fmt, source, activations=activations)
         check_experts(item, activations=activations)
         for key, tensor in item.tensors().items():
@@ -258,7 +261,7 @@ def receive(session: Session, module: nn.Module, weights: Iterable[tuple[str, Te
     others = []
     rest = got.keys() - used
     if rest:
-        for name, target in own_tensors(module, frozenset(packed)).items():
+        for name, target in own_tensors(module, frozenset(replaced)).items():
             value = source(name)
             if value.shape != target.shape:
                 raise RefitError(f"{name} is {list(value.shape)}, this model's is {list(target.shape)}")

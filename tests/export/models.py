@@ -75,7 +75,7 @@ def pack_model(
             )
             for leaf, leaf_layout, outer in zip(("gate_up_proj", "down_proj"), layouts, inputs or (None, None))
         ]
-        found.append(ExpertWeights(region, tensors[0], tensors[1], scheme))
+        found.append(ExpertWeights(region, scheme, tensors[0], tensors[1]))
     return found
 
 

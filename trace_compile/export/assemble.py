@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trace_compile.errors import ExportError
-from trace_compile.export.experts import ExpertTensor, ExpertWeights
+from trace_compile.export.experts import ExpertTensor, RegionWeights
 from trace_compile.export.formats import CheckpointFormat, Field
 from trace_compile.export.names import RegionNames
 from trace_compile.ops.weights import Packed
@@ -22,31 +22,29 @@ Source = Callable[[str], Tensor]
 
 
 def assemble(
-    template: ExpertWeights, names: RegionNames, fmt: CheckpointFormat, source: Source, *, activations: bool
-) -> ExpertWeights:
+    template: RegionWeights, names: RegionNames, fmt: CheckpointFormat, source: Source, *, activations: bool
+) -> RegionWeights:
     """The region of ``template`` (its names, layouts and shapes; its bytes are not looked at) with what ``source``
     holds.
 
     Raises ExportError naming the tensor whose shape or dtype does not fit, and where gate and up of an expert have
     different outer scales, which one packed tensor cannot hold.
     """
-    return replace(
-        template,
-        gate_up=_stack(template, template.gate_up, names, fmt, source, activations),
-        down=_stack(template, template.down, names, fmt, source, activations),
+    return template.with_tensors(
+        {key: _stack(template, tensor, names, fmt, source, activations) for key, tensor in template.tensors().items()}
     )
 
 
 def _stack(
-    template: ExpertWeights,
+    template: RegionWeights,
     tensor: ExpertTensor,
     names: RegionNames,
     fmt: CheckpointFormat,
     source: Source,
     activations: bool,
 ) -> ExpertTensor:
-    projections = [name for name, (owner, _) in template.projections().items() if owner is tensor]
-    modules = [[names.modules[p].format(e) for p in projections] for e in range(template.num_experts)]
+    spans = {name: span for name, (owner, span) in template.projections().items() if owner is tensor}
+    modules = [[names.modules[p].format(e) for p in spans] for e in range(template.num_experts)]
     fields: dict[str, Field] = {field.role: field for field in fmt.fields_for(activations)}
 
     def read(module: str, role: str) -> Tensor:
@@ -57,8 +55,7 @@ def _stack(
     scales = torch.empty(tensor.packed.scales.shape, dtype=torch.uint8)
     stored: list[Tensor] = []
     for expert, parts in enumerate(modules):
-        for part, module in enumerate(parts):
-            span = slice(part * rows // len(parts), (part + 1) * rows // len(parts))
+        for module, span in zip(parts, spans.values(), strict=True):
             for role, target in (("codes", codes), ("scales", scales)):
                 _copy(f"{module}.{fields[role].suffix}", read(module, role), target[expert, span])
         outers = {module: read(module, "outer").reshape(()).float() for module in parts}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trace_compile.export.config import export_block, generation_config, model_config
-from trace_compile.export.experts import ExpertWeights
+from trace_compile.export.experts import RegionWeights
 from trace_compile.export.formats import checkpoint_format
 from trace_compile.export.ignore import ancestors, ignore_list
 from trace_compile.export.names import tied_names
@@ -50,7 +50,7 @@ class ExportReport:
 
 def export_checkpoint(
     model: nn.Module,
-    experts: Iterable[ExpertWeights],
+    experts: Iterable[RegionWeights],
     path: str | os.PathLike[str],
     *,
     format: str,
@@ -122,7 +122,8 @@ def _json_files(stream: ModelStream, specs: list[TensorSpec]) -> dict[str, dict[
 
 def _bits_per_expert_weight(stream: ModelStream, specs: list[TensorSpec]) -> float:
     names = {n for region in stream.regions.values() for n in (*region.packed, *region.names.stacked.values())}
-    size = sum(spec.nbytes for spec in specs if spec.name in names or spec.name.rpartition(".")[0] in names)
+    matrices = (spec for spec in specs if not spec.name.endswith(".bias"))
+    size = sum(spec.nbytes for spec in matrices if spec.name in names or spec.name.rpartition(".")[0] in names)
     return 8 * size / sum(region.weights for region in stream.regions.values())
 
 

@@ -78,7 +78,7 @@ def _inventory(checkpoint: Checkpoint) -> list[Finding]:
             problems.append(f"{module}: codes and block scales describe different shapes {sorted(shapes)}")
     for name in sorted(names - expected):
         module, _, suffix = name.rpartition(".")
-        if module in checkpoint.modules and not (checkpoint.foreign and suffix == "bias"):
+        if module in checkpoint.modules and suffix != "bias":
             problems.append(f"{name} belongs to a packed matrix and is not part of the format")
     return _errors(problems) + _errors(_missing_experts(checkpoint))
 

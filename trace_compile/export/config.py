@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trace_compile.errors import ExportError, FingerprintMismatchError
-from trace_compile.export.experts import ExpertWeights
+from trace_compile.export.experts import RegionWeights
 from trace_compile.export.names import RegionNames
 from trace_compile.export.writer import CONFIG, MARK
 from trace_compile.ops.scheme import MoEScheme
@@ -24,7 +24,7 @@ from trace_compile.ops.scheme import MoEScheme
 _VERSION = 1
 
 
-def region_block(item: ExpertWeights, names: RegionNames) -> dict[str, Any]:
+def region_block(item: RegionWeights, names: RegionNames) -> dict[str, Any]:
     """One region's entry in the block."""
     foreign = {"foreign": True} if any(tensor.foreign for tensor in item.tensors().values()) else {}
     return {

@@ -1,11 +1,12 @@
-"""What every export format is made from: the packed expert weights of one mixture-of-experts region.
+"""What every export format is made from: the packed weights of one region.
 
-A region holds two stacked parameters, gate/up and down, each with its packed form in canonical layout (gate rows
-first). Formats differ only in how they name and file these bytes, so nothing is quantized here: the codes and scales
-that the training and generation graphs compute with are the ones that are written.
+A mixture-of-experts region holds two stacked parameters, gate/up and down, each with its packed form in canonical
+layout (gate rows first); linear layers that read one input hold one, with the rows of all of them. Formats differ only
+in how they name and file these bytes, so nothing is quantized here: the codes and scales that the training and
+generation graphs compute with are the ones that are written.
 
 Invariants, checked by ``check_experts`` before a file is made:
- - gate and up are rows of one packed tensor, so they share each expert's outer scale and the region's input scale;
+ - matrices with one input (gate and up) are rows of one packed tensor, so they share outer and input scales;
  - every outer scale is finite and positive; every block scale is a positive normal E4M3 number (engines flush
    subnormals), unless the bytes are foreign;
  - for W4A4, both input scales are powers of two (engines take a maximum over experts: lossless only then).
@@ -16,8 +17,11 @@ Shapes: E experts, N rows (2 I or I for gate/up, H for down), K columns; I exper
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,8 +63,10 @@ class ExpertTensor:
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """Shape of the parameter that was packed."""
+        """Shape of the parameter (or the joined parameters) that was packed."""
         experts, rows, half = self.packed.codes.shape
+        if self.layout.experts is not None:
+            return experts * rows, 2 * half
         return (experts, 2 * half, rows) if self.layout.transposed else (experts, rows, 2 * half)
 
     def parameter(self) -> Tensor:
@@ -74,22 +80,44 @@ class ExpertTensor:
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
-    """Packed experts of one region.
+class RegionWeights(ABC):
+    """Packed weights of one region.
 
     Args:
-        region: dotted module path of the experts, as in ``model.layers.0.mlp.experts``.
-        gate_up: gate rows above up rows, or up alone where ``gated`` is false.
-        down: the projection back to the hidden size.
+        region: its name, as in ``model.layers.0.mlp.experts``.
         scheme: how weights were packed and how activations are quantized in training (None: they are not).
-        gated: whether gate_up holds two matrices per expert.
     """
 
     region: str
-    gate_up: ExpertTensor
-    down: ExpertTensor
     scheme: MoEScheme
-    gated: bool = True
+
+    @abstractmethod
+    def tensors(self) -> dict[str, ExpertTensor]:
+        """The packed tensors, each by the projection that multiplies by it."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: dict[str, ExpertTensor]) -> Self:
+        """The same region with other bytes."""
+
+    @abstractmethod
+    def projections(self) -> dict[str, tuple[ExpertTensor, slice]]:
+        """Name of each matrix of an expert -> (packed tensor, its rows), in the order in which engines stack them."""
+
+    def split(self, tensor: ExpertTensor, value: Tensor) -> dict[str, Tensor]:
+        """The model's parameters by name, from ``value`` for the parameter (or the joined ones) of ``tensor``."""
+        return {tensor.name: value}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Float32 by name: the values that the training graph's forward multiplies with."""
+        return {name: value for t in self.tensors().values() for name, value in self.split(t, t.parameter()).items()}
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters that were packed, by name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for tensor in self.tensors().values():
+            whole = torch.empty(tensor.parameter_shape, device="meta")
+            shapes |= {name: tuple(value.shape) for name, value in self.split(tensor, whole).items()}
+        return shapes
 
     @property
     def weight_scheme(self) -> OperandScheme:
@@ -100,27 +128,76 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.packed.codes.shape[0]
+        return next(iter(self.tensors().values())).packed.codes.shape[0]
 
-    def cpu(self) -> ExpertWeights:
+    def cpu(self) -> Self:
         """The same on the CPU; nothing is copied if it is there."""
-        return replace(self, gate_up=self.gate_up.cpu(), down=self.down.cpu())
+        return self.with_tensors({key: tensor.cpu() for key, tensor in self.tensors().items()})
+
+
+@dataclass(frozen=True)
+class ExpertWeights(RegionWeights):
+    """Packed experts.
+
+    Args:
+        gate_up: gate rows above up rows, or up alone where ``gated`` is false.
+        down: the projection back to the hidden size.
+        gated: whether gate_up holds two matrices per expert.
+    """
+
+    gate_up: ExpertTensor
+    down: ExpertTensor
+    gated: bool = True
 
     def tensors(self) -> dict[str, ExpertTensor]:
-        """The two stacked parameters by name."""
         return {"gate_up": self.gate_up, "down": self.down}
 
+    def with_tensors(self, tensors: dict[str, ExpertTensor]) -> ExpertWeights:
+        return replace(self, gate_up=tensors["gate_up"], down=tensors["down"])
+
     def projections(self) -> dict[str, tuple[ExpertTensor, slice]]:
-        """Projection name -> (stacked tensor, its rows), in the order in which engines stack them."""
         rows = self.gate_up.packed.codes.shape[1]
         if not self.gated:
-            return {"up": (self.gate_up, slice(0, rows)), "down": (self.down, slice(None))}
+            return {
+                "up": (self.gate_up, slice(0, rows)),
+                "down": (self.down, slice(0, self.down.packed.codes.shape[1])),
+            }
         half = rows // 2
         return {
             "gate": (self.gate_up, slice(0, half)),
             "up": (self.gate_up, slice(half, rows)),
-            "down": (self.down, slice(None)),
+            "down": (self.down, slice(0, self.down.packed.codes.shape[1])),
         }
+
+
+@dataclass(frozen=True)
+class LinearWeights(RegionWeights):
+    """Linear layers that read one input: one packed tensor, as that of one expert, with the rows of all.
+
+    Args:
+        weight: named after all their parameters.
+        modules: dotted path of each layer. rows: output features of each.
+    """
+
+    weight: ExpertTensor
+    modules: tuple[str, ...]
+    rows: tuple[int, ...]
+
+    def tensors(self) -> dict[str, ExpertTensor]:
+        return {"input": self.weight}
+
+    def with_tensors(self, tensors: dict[str, ExpertTensor]) -> LinearWeights:
+        return replace(self, weight=tensors["input"])
+
+    def projections(self) -> dict[str, tuple[ExpertTensor, slice]]:
+        ends = tuple(accumulate(self.rows))
+        spans = (slice(end - n, end) for end, n in zip(ends, self.rows, strict=True))
+        return {
+            module.rpartition(".")[2]: (self.weight, span) for module, span in zip(self.modules, spans, strict=True)
+        }
+
+    def split(self, tensor: ExpertTensor, value: Tensor) -> dict[str, Tensor]:
+        return {f"{module}.weight": part for module, part in zip(self.modules, value.split(self.rows), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -137,7 +214,7 @@ class Matrix:
     inverse: Tensor | None = None
 
 
-def matrices(item: ExpertWeights) -> Iterator[Matrix]:
+def matrices(item: RegionWeights) -> Iterator[Matrix]:
     """Every per-expert matrix of a region, expert by expert. Views; nothing is copied."""
     projections = item.projections()
     for expert in range(item.num_experts):
@@ -154,7 +231,7 @@ def matrices(item: ExpertWeights) -> Iterator[Matrix]:
             )
 
 
-def check_experts(item: ExpertWeights, *, activations: bool) -> None:
+def check_experts(item: RegionWeights, *, activations: bool) -> None:
     """Refuse a region that no engine could load or that would load as something else.
 
     Raises:
@@ -167,7 +244,7 @@ def check_experts(item: ExpertWeights, *, activations: bool) -> None:
         raise ExportError(
             f"{item.region}: weights are {fmt}; checkpoints hold {FORMAT}. Train with that weight format."
         )
-    for tensor in (item.gate_up, item.down):
+    for tensor in item.tensors().values():
         _check_scales(tensor)
         if activations:
             _check_input(item, tensor)
@@ -193,7 +270,7 @@ def _check_scales(tensor: ExpertTensor) -> None:
         )
 
 
-def _check_input(item: ExpertWeights, tensor: ExpertTensor) -> None:
+def _check_input(item: RegionWeights, tensor: ExpertTensor) -> None:
     if item.scheme.act is None:
         raise ExportError(
             f"{item.region}: scheme {item.scheme.key} does not quantize activations; export W4A16 (activations=False)"

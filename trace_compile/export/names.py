@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trace_compile.errors import ExportError
-from trace_compile.export.experts import ExpertTensor, ExpertWeights
+from trace_compile.export.experts import ExpertTensor, LinearWeights, RegionWeights
 
 _LEAF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -85,9 +85,11 @@ class RegionNames:
     stacked: dict[str, str]
 
 
-def region_names(model: nn.Module, item: ExpertWeights) -> RegionNames:
+def region_names(model: nn.Module, item: RegionWeights) -> RegionNames:
     """The names of a region's experts. Raises ExportError if the family numbers them in a way that is not
     understood."""
+    if isinstance(item, LinearWeights):
+        return RegionNames({name: _layer_name(model, f"{module}.weight") for name, module in _leaves(item)}, {})
     modules: dict[str, str] = {}
     stacked: dict[str, str] = {}
     for key, tensor in item.tensors().items():
@@ -99,6 +101,18 @@ def region_names(model: nn.Module, item: ExpertWeights) -> RegionNames:
             templates = _default(stacked[key], projections)
         modules |= templates
     return RegionNames(modules, stacked)
+
+
+def _leaves(item: LinearWeights) -> Iterator[tuple[str, str]]:
+    return zip(item.projections(), item.modules, strict=True)
+
+
+def _layer_name(model: nn.Module, parameter: str) -> str:
+    """The module name under which checkpoints have a linear layer. Raises ExportError where they split or join it."""
+    found = hub_state(model, {parameter: torch.zeros(2, 2)})
+    if len(found) != 1 or not next(iter(found)).endswith(".weight"):
+        raise ExportError(f"{parameter} is stored as {sorted(found)}, not as a matrix of its own; add it to ignore")
+    return next(iter(found)).removesuffix(".weight")
 
 
 def _layer(name: str) -> str:

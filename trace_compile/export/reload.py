@@ -65,7 +65,8 @@ def _dense_state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensors by name; packed matrices as bf16 weights, stacked where the family stacks them."""
     packed = checkpoint.modules if checkpoint.format.packed else {}
     for name in sorted(checkpoint.names):
-        if name.rpartition(".")[0] not in packed:
+        module, _, suffix = name.rpartition(".")
+        if module not in packed or suffix == "bias":
             yield name, checkpoint.tensor(name)
     if not packed:
         return

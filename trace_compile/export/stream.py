@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trace_compile.errors import ExportError, NonFiniteWeightError
 from trace_compile.export.config import region_block
-from trace_compile.export.experts import ExpertWeights, check_experts, matrices
+from trace_compile.export.experts import RegionWeights, check_experts, matrices
 from trace_compile.export.formats import CheckpointFormat
 from trace_compile.export.names import RegionNames, hub_state, other_state, region_names
 
@@ -49,7 +49,7 @@ class ModelStream:
     """
 
     model: nn.Module
-    experts: Iterable[ExpertWeights]
+    experts: Iterable[RegionWeights]
     fmt: CheckpointFormat
     activations: bool
     regions: dict[str, Region]
@@ -60,7 +60,7 @@ class ModelStream:
     def of(
         cls,
         model: nn.Module,
-        experts: Iterable[ExpertWeights],
+        experts: Iterable[RegionWeights],
         fmt: CheckpointFormat,
         *,
         activations: bool,
@@ -98,36 +98,36 @@ class ModelStream:
                 tensor = tensor.to(self.dtype or tensor.dtype)
             yield name, tensor
 
-    def _expert_tensors(self, item: ExpertWeights) -> Iterator[tuple[str, Tensor]]:
+    def _expert_tensors(self, item: RegionWeights) -> Iterator[tuple[str, Tensor]]:
         if self.fmt.packed:
             modules = self.regions[item.region].names.modules
             for matrix in matrices(item):
                 prefix = modules[matrix.projection].format(matrix.expert)
                 yield from self.fmt.tensors(prefix, matrix, activations=self.activations)
             return
-        weights = {tensor.name: _exact_bf16(tensor.name, tensor.parameter()) for tensor in item.tensors().values()}
+        weights = {name: _exact_bf16(name, value) for name, value in item.parameters().items()}
         yield from hub_state(self.model, weights).items()
 
 
-def _plan(model: nn.Module, item: ExpertWeights, activations: bool) -> Region:
+def _plan(model: nn.Module, item: RegionWeights, activations: bool) -> Region:
     """Check a region against the model and settle its names, before anything is written."""
     check_experts(item, activations=activations)
-    for tensor in item.tensors().values():
+    shapes = item.parameter_shapes()
+    for name, shape in shapes.items():
         try:
-            parameter = model.get_parameter(tensor.name)
+            parameter = model.get_parameter(name)
         except AttributeError as error:
-            raise ExportError(f"{item.region}: the model has no parameter {tensor.name}") from error
-        if parameter.shape != tensor.parameter_shape:
+            raise ExportError(f"{item.region}: the model has no parameter {name}") from error
+        if parameter.shape != shape:
             raise ExportError(
-                f"{tensor.name}: packed from shape {tuple(tensor.parameter_shape)}, "
-                f"the model's is {tuple(parameter.shape)}; refit, then export"
+                f"{name}: packed from shape {shape}, the model's is {tuple(parameter.shape)}; refit, then export"
             )
     names = region_names(model, item)
     packed = frozenset(module.format(e) for module in names.modules.values() for e in range(item.num_experts))
     return Region(
         names=names,
         block=region_block(item, names),
-        parameters=frozenset(tensor.name for tensor in item.tensors().values()),
+        parameters=frozenset(shapes),
         packed=packed,
         weights=sum(2 * tensor.packed.codes.numel() for tensor in item.tensors().values()),
     )

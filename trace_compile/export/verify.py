@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trace_compile.errors import ExportError
 from trace_compile.export.checks import find_problems
-from trace_compile.export.experts import FORMAT, ExpertWeights
+from trace_compile.export.experts import FORMAT, RegionWeights
 from trace_compile.export.opened import Checkpoint
 
 _SHOWN = 10
@@ -77,7 +77,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-def verify_checkpoint(path: str | os.PathLike[str], experts: Iterable[ExpertWeights] = ()) -> VerifyReport:
+def verify_checkpoint(path: str | os.PathLike[str], experts: Iterable[RegionWeights] = ()) -> VerifyReport:
     """Check an exported folder, and compare it bit for bit with the packed ``experts`` where they are given.
 
     Raises ExportError that lists what is wrong: missing, unknown, doubled or mistyped tensors, scales that are not
@@ -103,7 +103,7 @@ def refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
         raise ExportError(f"{checkpoint.path} would not load as exported:\n" + "\n".join(problems[:_SHOWN]) + more)
 
 
-def _compare(checkpoint: Checkpoint, item: ExpertWeights, problems: list[str]) -> int:
+def _compare(checkpoint: Checkpoint, item: RegionWeights, problems: list[str]) -> int:
     """Compare one region with the training graph's values; the number of matrices compared."""
     if checkpoint.foreign:
         problems.append("made by another tool, it does not say how its codes were made; import it instead")
@@ -123,7 +123,7 @@ def _compare(checkpoint: Checkpoint, item: ExpertWeights, problems: list[str]) -
             problems.append(f"{name} differs from the training graph's values")
         compared += item.num_experts * sum(source is item.tensors()[key] for source, _ in item.projections().values())
     for projection, (tensor, rows) in item.projections().items():
-        key = "down" if tensor is item.down else "gate_up"
+        key = next(key for key, owner in item.tensors().items() if owner is tensor)
         if key in stacked:
             continue
         for expert in range(item.num_experts):
