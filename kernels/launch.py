@@ -117,3 +117,27 @@ class MoELaunch:
 def moe_launch(tokens: int, top_k: int, experts: int, hidden: int, width: int, target: Target) -> MoELaunch:
     """Configuration of ``moe_forward`` for ``tokens`` x ``hidden`` and ``experts`` of ``width``."""
     return MoELaunch(GemmLaunch(16, 64, 3, 4), GemmLaunch(16, 64, 3, 4))
+
+
+@dataclass(frozen=True)
+class WordsLaunch:
+    """``block_m`` rows by ``block_b`` blocks of 16 elements at a time."""
+
+    block_m: int
+    block_b: int
+    num_warps: int
+
+
+def words_launch(rows: int, blocks: int, own_outer: bool, target: Target) -> WordsLaunch:
+    """Configuration for rows of ``blocks`` blocks: a block a thread, two where there are many rows.
+
+    Rows with their own outer scale stay in registers up to 1024 blocks; with a given one, tiles follow a row's length.
+    """
+    block_b = min(1024, 1 << (blocks - 1).bit_length())
+    if not own_outer:
+        while block_b > 16 and -(-blocks // (block_b // 2)) * (block_b // 2) < -(-blocks // block_b) * block_b:
+            block_b //= 2
+    threads = max(32, min(block_b, 256))
+    many = rows * blocks >= 256 * threads * target.multiprocessors
+    block_m = max(1, (2 if many else 1) * threads // block_b)
+    return WordsLaunch(block_m, block_b, threads // 32)

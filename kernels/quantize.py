@@ -21,6 +21,7 @@ from torch import Tensor
 from trace_compile.errors import BlockSizeError, DeviceMismatchError, LoweringError, OperandError
 from trace_compile.kernels import launch as launches
 from trace_compile.kernels import nvfp4
+from trace_compile.kernels import words as form
 from trace_compile.numerics.formats import FORMATS
 
 INTERPRETING = triton.knobs.runtime.interpret
@@ -70,6 +71,9 @@ def quantize_rows(
     scales = torch.empty(*leading, k // _FORMAT.block, dtype=torch.uint8, device=x.device)
     if flat.numel() == 0:
         return QuantizedRows(packed, scales, given.fill_(1.0) if outer is None else given)
+    if launch is None and _in_words(flat):
+        _quantize_words(flat, given, outer_stride, outer is None, (packed, scales), None)
+        return QuantizedRows(packed, scales, given)
     plan = launch or launches.quantize_launch(rows, k, outer is None, launches.target_of(x.device))
     grid = (triton.cdiv(rows, plan.block_m), plan.splits)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
@@ -89,6 +93,59 @@ def quantize_rows(
             num_warps=plan.num_warps,
         )
     return QuantizedRows(packed, scales, given)
+
+
+def round_rows(x: Tensor, outer: Tensor | None = None, *, keep_outer: bool = True) -> tuple[Tensor, Tensor]:
+    """Rows bfloat16 ``[..., K]`` -> (the values that ``quantize_rows`` packs ``[..., K]``, outer scales as there).
+
+    The values are exact in bfloat16; without ``keep_outer`` they are element * block scale alone. NaN in a block with
+    NaN or Inf, or under an impossible outer scale.
+    """
+    k = x.shape[-1]
+    flat = x.reshape(-1, k).contiguous()
+    given, outer_stride = _outer_rows(x, outer)
+    values = torch.empty_like(flat)
+    if flat.numel():
+        _quantize_words(flat, given, outer_stride, outer is None, None, values, keep_outer)
+    return values.view(x.shape), given
+
+
+def _in_words(flat: Tensor) -> bool:
+    """Whether the rows can be read in words of two elements."""
+    return flat.dtype == torch.bfloat16 and flat.stride(0) % 2 == 0 and flat.data_ptr() % 4 == 0
+
+
+def _quantize_words(
+    flat: Tensor,
+    outer: Tensor,
+    outer_stride: int,
+    own: bool,
+    packed: tuple[Tensor, Tensor] | None,
+    values: Tensor | None,
+    keep_outer: bool = True,
+    plan: launches.WordsLaunch | None = None,
+) -> None:
+    rows, k = flat.shape
+    plan = plan or launches.words_launch(rows, k // _FORMAT.block, own, launches.target_of(flat.device))
+    tiles = triton.cdiv(k // _FORMAT.block, plan.block_b)
+    codes, scales = packed if packed is not None else (None, None)
+    with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
+        _quantize_words_kernel[(triton.cdiv(rows, plan.block_m), 1 if own else tiles)](
+            flat.view(torch.int32),
+            None if codes is None else codes.view(torch.int32),
+            scales,
+            None if values is None else values.view(torch.int32),
+            outer,
+            rows,
+            flat.stride(0) // 2,
+            outer_stride,
+            BLOCKS=k // _FORMAT.block,
+            OWN_OUTER=own,
+            KEEP_OUTER=keep_outer,
+            BLOCK_M=plan.block_m,
+            BLOCK_B=plan.block_b,
+            num_warps=plan.num_warps,
+        )
 
 
 def _outer_rows(x: Tensor, outer: Tensor | None) -> tuple[Tensor, int]:
@@ -169,3 +226,75 @@ def _quantize_nvfp4_kernel(
         pair = start // 2 + tl.arange(0, BLOCK_K // 2)
         pair_here = in_rows[:, None] & (pair < K // 2)[None, :]
         tl.store(packed_ptr + row[:, None] * (K // 2) + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=pair_here)
+
+
+@triton.jit
+def _quantize_words_kernel(
+    words_ptr,
+    packed_ptr,
+    scales_ptr,
+    values_ptr,
+    outer_ptr,
+    rows,
+    words_stride,
+    outer_stride,
+    BLOCKS: tl.constexpr,
+    OWN_OUTER: tl.constexpr,
+    KEEP_OUTER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Grid (row tiles, tiles of blocks; one where rows have their own outer scales): codes and scales, or values."""
+    TILES: tl.constexpr = (BLOCKS + BLOCK_B - 1) // BLOCK_B
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(1).to(tl.int64) * BLOCK_B
+    in_rows = row < rows
+    words = words_ptr + row[:, None] * words_stride
+    block = first + tl.arange(0, BLOCK_B)
+    here = in_rows[:, None] & (block < BLOCKS)[None, :]
+    w = form.load_blocks(words, block, here)
+    if OWN_OUTER:
+        top = form.block_amax_finite(w)
+        for tile in range(1, TILES):
+            top = tl.maximum(top, form.block_amax_finite(_tile_of_blocks(words, in_rows, tile, BLOCKS, BLOCK_B)))
+        exponent = nvfp4.outer_exponent(tl.max(top, axis=1))
+        tl.store(outer_ptr + row, nvfp4.power_of_two(exponent), mask=in_rows)
+    else:
+        exponent = nvfp4.given_exponent(tl.load(outer_ptr + row * outer_stride, mask=in_rows, other=1.0))
+    targets = (packed_ptr, scales_ptr, values_ptr)
+    _write_blocks(w, exponent, row, block, here, targets, BLOCKS, not OWN_OUTER, KEEP_OUTER)
+    if OWN_OUTER:
+        for tile in range(1, TILES):
+            more = tl.full([], tile, tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+            in_tile = in_rows[:, None] & (more < BLOCKS)[None, :]
+            v = form.load_blocks(words, more, in_tile)
+            _write_blocks(v, exponent, row, more, in_tile, targets, BLOCKS, not OWN_OUTER, KEEP_OUTER)
+
+
+@triton.jit
+def _tile_of_blocks(words, in_rows, tile, BLOCKS: tl.constexpr, BLOCK_B: tl.constexpr):
+    block = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    return form.load_blocks(words, block, in_rows[:, None] & (block < BLOCKS)[None, :])
+
+
+@triton.jit
+def _write_blocks(
+    w, exponent, row, block, here, targets, BLOCKS: tl.constexpr, CLAMP: tl.constexpr, KEEP_OUTER: tl.constexpr
+):
+    """Quantizes a tile of blocks. Under a row's own outer scale no element is beyond the codebook: no CLAMP."""
+    scale, step, reciprocal, keep = form.block_scale(form.block_amax(w), exponent)
+    packed_ptr, scales_ptr, values_ptr = targets
+    at = row[:, None, None] * BLOCKS + block[None, :, None]
+    if packed_ptr is not None:
+        low = form.encode_words(w[0], w[1], w[2], w[3], reciprocal, keep, CLAMP)
+        high = form.encode_words(w[4], w[5], w[6], w[7], reciprocal, keep, CLAMP)
+        tl.store(scales_ptr + row[:, None] * BLOCKS + block[None, :], scale.to(tl.uint8), mask=here)
+        tl.store(packed_ptr + at * 2 + tl.arange(0, 2)[None, None, :], tl.join(low, high), mask=here[:, :, None])
+    else:
+        if not KEEP_OUTER:
+            step *= nvfp4.power_of_two(-exponent + 2 * nvfp4.BIAS)[:, None]
+        first = form.round_four(w[0], w[1], w[2], w[3], reciprocal, keep, step, CLAMP)
+        second = form.round_four(w[4], w[5], w[6], w[7], reciprocal, keep, step, CLAMP)
+        target = values_ptr + at * 8 + tl.arange(0, 4)[None, None, :]
+        tl.store(target, first, mask=here[:, :, None])
+        tl.store(target + 4, second, mask=here[:, :, None])

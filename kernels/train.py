@@ -22,13 +22,14 @@ from torch import Tensor
 from trace_compile.kernels import codegen
 from trace_compile.kernels.activate import Hidden, HiddenGrads, activate, activate_backward
 from trace_compile.kernels.quantize import QuantizedRows, quantize_rows
+from trace_compile.kernels.routing import route, routing_of
 from trace_compile.kernels.rows import combine_rows, gather_rows, on, sum_rows, unpack_rows, unpack_weights, zero_unused
 from trace_compile.numerics.formats import FORMATS
 from trace_compile.ops import nvfp4_moe, nvfp4_moe_backward
 from trace_compile.ops.activation import Activation
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, Out, check, in_order
 from trace_compile.ops.nvfp4_moe_backward import BackwardOperands
-from trace_compile.ops.routing import Routing, route, routing_of
+from trace_compile.ops.routing import Routing
 from trace_compile.ops.scheme import MoEScheme, OperandScheme
 from trace_compile.ops.weights import Packed
 
