@@ -134,6 +134,8 @@ def words_launch(rows: int, blocks: int, own_outer: bool, target: Target) -> Wor
     Rows with their own outer scale stay in registers up to 1024 blocks; with a given one, tiles follow a row's length.
     """
     block_b = min(1024, 1 << (blocks - 1).bit_length())
+    if target == INTERPRETER:
+        return WordsLaunch(64, block_b, 1)
     if not own_outer:
         while block_b > 16 and -(-blocks // (block_b // 2)) * (block_b // 2) < -(-blocks // block_b) * block_b:
             block_b //= 2

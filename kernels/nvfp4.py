@@ -194,12 +194,19 @@ def _magnitude_of_short(a, step):
     roundings to integers, one for each spacing of the codebook: 2q, q + 2, q/2 + 4.
     """
     real = step == step
-    snapped = a * (1.0 / step) + SNAP
+    return rounded_code(a, 1.0 / step, True) & tl.where(real, ELEMENT_TOP, 0)
+
+
+@triton.jit
+def rounded_code(a, reciprocal, CLAMP: tl.constexpr):
+    """Magnitudes, reciprocals of steps -> codes in the low bits of ROUND's, as ``_magnitude_of_short`` says. Without
+    CLAMP no quotient may round beyond the codebook."""
+    snapped = a * reciprocal + SNAP
     halves = (snapped * 2.0 + (ROUND - 2.0 * SNAP)).to(tl.int32, bitcast=True)
     ones = (snapped + (ROUND + 2.0 - SNAP)).to(tl.int32, bitcast=True)
     twos = (snapped * 0.5 + (ROUND + 4.0 - 0.5 * SNAP)).to(tl.int32, bitcast=True)
-    least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, ROUND_TOP))
-    return least & tl.where(real, ELEMENT_TOP, 0)
+    least = tl.minimum(tl.minimum(halves, ones), twos)
+    return tl.minimum(least, ROUND_TOP) if CLAMP else least
 
 
 @triton.jit

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from trace_compile.kernels import moe_forward, train
+from trace_compile.kernels import moe_forward, pack, train
 from trace_compile.ops import Out, Provider, register_provider
 from trace_compile.ops import nvfp4_moe as forward_op
 from trace_compile.ops import nvfp4_moe_backward as backward_op
 from trace_compile.ops.schema import custom_op
+from trace_compile.ops.weights import PACKERS
 
 ops = torch.ops.trace_compile
 
@@ -25,3 +26,5 @@ register_provider("nvfp4_moe", Provider("triton_training", ops.nvfp4_moe_trains.
 
 custom_op("nvfp4_moe_generates", forward_op.NvFp4MoEOperands, len(Out), moe_forward.forward, forward_op.fake)
 register_provider("nvfp4_moe", Provider("triton", ops.nvfp4_moe_generates.default, moe_forward.refuses))
+
+PACKERS.append(pack.pack)

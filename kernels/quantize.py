@@ -262,13 +262,20 @@ def _quantize_words_kernel(
     else:
         exponent = nvfp4.given_exponent(tl.load(outer_ptr + row * outer_stride, mask=in_rows, other=1.0))
     targets = (packed_ptr, scales_ptr, values_ptr)
-    _write_blocks(w, exponent, row, block, here, targets, BLOCKS, not OWN_OUTER, KEEP_OUTER)
+    # Under its own outer scale no element of a row is beyond the codebook, but where that is the largest there is.
     if OWN_OUTER:
+        if tl.max(exponent, axis=0) == nvfp4.OUTER_HIGHEST:
+            _write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+        else:
+            _write_blocks(w, exponent, row, block, here, targets, BLOCKS, False, KEEP_OUTER)
+    else:
+        _write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+    if OWN_OUTER and TILES > 1:
         for tile in range(1, TILES):
             more = tl.full([], tile, tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
             in_tile = in_rows[:, None] & (more < BLOCKS)[None, :]
             v = form.load_blocks(words, more, in_tile)
-            _write_blocks(v, exponent, row, more, in_tile, targets, BLOCKS, not OWN_OUTER, KEEP_OUTER)
+            _write_blocks(v, exponent, row, more, in_tile, targets, BLOCKS, True, KEEP_OUTER)
 
 
 @triton.jit
@@ -281,7 +288,7 @@ def _tile_of_blocks(words, in_rows, tile, BLOCKS: tl.constexpr, BLOCK_B: tl.cons
 def _write_blocks(
     w, exponent, row, block, here, targets, BLOCKS: tl.constexpr, CLAMP: tl.constexpr, KEEP_OUTER: tl.constexpr
 ):
-    """Quantizes a tile of blocks. Under a row's own outer scale no element is beyond the codebook: no CLAMP."""
+    """Quantizes a tile of blocks; CLAMP unless no element is beyond the codebook."""
     scale, step, reciprocal, keep = form.block_scale(form.block_amax(w), exponent)
     packed_ptr, scales_ptr, values_ptr = targets
     at = row[:, None, None] * BLOCKS + block[None, :, None]

@@ -130,7 +130,7 @@ def zero_unused(grad: Tensor, routing: Routing) -> Tensor:
     experts, n, k = grad.shape
     if grad.numel():
         with on(grad):
-            _zero_kernel[(experts, 64)](grad, routing.offsets, n * k, BLOCK=4096, num_warps=4)
+            _zero_kernel[(experts, 8)](grad, routing.offsets, n * k, BLOCK=4096, num_warps=4)
     return grad
 
 

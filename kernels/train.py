@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trace_compile.kernels import codegen
 from trace_compile.kernels.activate import Hidden, HiddenGrads, activate, activate_backward
+from trace_compile.kernels.guided import guide_rows
 from trace_compile.kernels.quantize import QuantizedRows, quantize_rows
 from trace_compile.kernels.routing import route, routing_of
 from trace_compile.kernels.rows import combine_rows, gather_rows, on, sum_rows, unpack_rows, unpack_weights, zero_unused
@@ -30,6 +31,7 @@ from trace_compile.ops.activation import Activation
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, Out, check, in_order
 from trace_compile.ops.nvfp4_moe_backward import BackwardOperands
 from trace_compile.ops.routing import Routing
+from trace_compile.ops.rows import Guide
 from trace_compile.ops.scheme import MoEScheme, OperandScheme
 from trace_compile.ops.weights import Packed
 
@@ -47,8 +49,8 @@ def refuses(o: NvFp4MoEOperands) -> str | None:
         return f"multiplies in bfloat16, x is {o.x.dtype}"
     if o.gates.dtype == torch.float64:
         return "gates are float64"
-    if o.record != "none" or o.guidance != "none":
-        return "neither records nor takes guidance"
+    if o.record != "none" or o.diagnose:
+        return "neither records nor diagnoses"
     if o.x.shape[1] % _ALIGNED or o.width % _ALIGNED:
         return f"widths {o.x.shape[1]} and {o.width} are not multiples of {_ALIGNED}"
     if o.c13.dtype != torch.uint8:
@@ -81,9 +83,10 @@ def forward(o: NvFp4MoEOperands) -> tuple[Tensor, ...]:
 def _forward(o: NvFp4MoEOperands) -> dict[int, Tensor]:
     dtype, quantizes = o.x.dtype, o.schemes.act is not None
     routing = route(o.expert_ids, o.shape13[0])
-    x = _quantized(o.x, _traced(o, 0)) if quantizes else None
+    guide, guide_h = _guides(o, routing)
+    x = _quantized(o.x, _traced(o, 0), guide) if quantizes else None
     pre = _multiply(_rows(x, o.x, dtype, routing), _weights(o.w13, o.c13, o.s13, o.g13, dtype), routing)
-    hidden = _activate(pre, o, routing)
+    hidden = _activate(pre, o, routing, guide_h)
     out = _multiply(hidden.values, _weights(o.w2, o.c2, o.s2, o.g2, dtype), routing)
     found = {Out.Y: combine_rows(out, routing, o.gates, o.b2, o.expert_ids.shape[1])}
     found |= {Out.ORDER: routing.order, Out.OFFSETS: routing.offsets}
@@ -147,10 +150,22 @@ def _traced(o: NvFp4MoEOperands, which: int) -> Tensor | None:
     return o.outer_in[which : which + 1].float()
 
 
-def _quantized(rows: Tensor, outer: Tensor | None) -> QuantizedRows:
+def _guides(o: NvFp4MoEOperands, routing: Routing) -> tuple[Guide | None, Guide | None]:
+    """What a rollout recorded of the tokens' rows and of the routed rows."""
+    row = nvfp4_moe.guide_row(o)
+    if o.guidance == "none" or row is None:
+        return None, None
+    assert o.guide is not None and o.guide_outer is not None
+    return row.read(o.guide, o.guide_outer, o.hit, o.expert_ids, routing, row.payload)
+
+
+def _quantized(rows: Tensor, outer: Tensor | None, guide: Guide | None) -> QuantizedRows:
     """With one outer scale a row, ``f32 [M]``."""
     q = quantize_rows(rows, outer)
-    return QuantizedRows(q.packed, q.scales, q.outer.expand(rows.shape[0]).contiguous())
+    q = QuantizedRows(q.packed, q.scales, q.outer.expand(rows.shape[0]).contiguous())
+    if guide is not None:
+        guide_rows(rows, q, guide)
+    return q
 
 
 def _rows(quantized: QuantizedRows | None, plain: Tensor | None, dtype: torch.dtype, routing: Routing) -> Tensor:
@@ -178,16 +193,21 @@ def _with_bias(rows: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
     return rows if bias is None else (rows.float() + bias[routing.expert].float()).to(rows.dtype)
 
 
-def _activate(pre: Tensor, o: NvFp4MoEOperands, routing: Routing) -> Hidden:
-    """h; the bias is added into ``pre``. Programs without a device form run as torch operations."""
+def _activate(pre: Tensor, o: NvFp4MoEOperands, routing: Routing, guide: Guide | None) -> Hidden:
+    """h; the bias is added into ``pre``. Programs without a device form run as torch operations, and rows that a record
+    guides are quantized after the activation, not with it."""
     activation, quantizes = Activation.parse(o.activation), o.schemes.act is not None
     if codegen.unsupported(activation, pre.dtype) is None:
-        code = codegen.compile_activation(activation, pre.dtype)
-        return activate(pre, o.b13, routing, code, activation.gated, quantizes, _traced(o, 1))
-    h = activation.evaluate(pre.copy_(_with_bias(pre, o.b13, routing)))
+        code, fused = codegen.compile_activation(activation, pre.dtype), quantizes and guide is None
+        hidden = activate(pre, o.b13, routing, code, activation.gated, fused, _traced(o, 1))
+        if fused or not quantizes:
+            return hidden
+        h = hidden.values
+    else:
+        h = activation.evaluate(pre.copy_(_with_bias(pre, o.b13, routing)))
     if not quantizes:
         return Hidden(h)
-    q = _quantized(h, _traced(o, 1))
+    q = _quantized(h, _traced(o, 1), guide)
     return Hidden(unpack_rows(q.packed, q.scales, q.outer, pre.dtype), q)
 
 

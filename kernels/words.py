@@ -1,12 +1,9 @@
 """The quantizer on words of two bfloat16 values: the bytes of ``nvfp4``, at the speed of memory.
 
 Why: on a GPU quantization is bound by integer instructions, of which a cycle has half as many as of multiply-adds. Here
-an element costs about seven. Elements stay in pairs as they lie in memory; the multiply-add units shift and add; a
-quotient becomes a code by one rounding of its bits, for E2M1's values times 2^-126 are the float32 whose exponent and
-first mantissa bit are the code, subnormals included.
-
-Exactness: x has 8 significant bits, a step 4, a midpoint of the codebook 3. So a quotient is a midpoint exactly or lies
-2^-10 away at least, while the computed one is within 2^-21: what is nearer to a midpoint than ``SLACK`` is on it.
+an element costs about four: elements stay in pairs as they lie in memory, and what can be is shifted, rounded and put
+together by multiply-adds. Codes come from ``nvfp4``'s three roundings; they are summed with their constant upper bits,
+which are taken off a whole word of codes at once.
 
 Layout: a block of 16 elements is 8 words, each a tensor [M, B] of its own, so that nothing moves between threads.
 """
@@ -22,28 +19,20 @@ from trace_compile.numerics.formats import FORMATS
 _ELEMENT = FORMATS["nvfp4"].element
 
 WORDS = tl.constexpr(FORMATS["nvfp4"].block // 2)
-# bfloat16's own layout, in the upper half of a word.
-SIGNS = tl.constexpr(-0x7FFF8000)
-UPPER = tl.constexpr(-0x10000)
+# bfloat16's own layout, in a word's halves.
+MAGNITUDE = tl.constexpr(0x7FFF0000)
+SIGNS = tl.constexpr(0x80008000 - 2**32)
+SIGNS_BELOW = tl.constexpr(0x00800080)
+SIGNS_OF_EVEN = tl.constexpr(0x08080808)
+UPPER = tl.constexpr(0xFFFF0000 - 2**32)
 MAGNITUDE_SHIFT = tl.constexpr(17)
-INFINITY = tl.constexpr(0x7F80)
 # Added to a magnitude it carries Inf and NaN out of the word, below all others: their maximum ignores them.
 BEYOND_INFINITY = tl.constexpr(0x8000 - 0x7F80)
-# Half of a code's last place in the rounded bits but for the slack, and twice the slack where the code below is odd.
-SLACK = 2**10
-HALF_LESS_SLACK = tl.constexpr(2 ** (22 - _ELEMENT.mantissa_bits) - SLACK)
-ODD_SHIFT = tl.constexpr(23 - _ELEMENT.mantissa_bits - 11)
-ODD = tl.constexpr(2 * SLACK)
-# Where two codes stand in a word that holds the upper halves of two rounded values, and how far above them their signs.
-_PLACE = 23 - _ELEMENT.mantissa_bits - 16
-PLACE = tl.constexpr(_PLACE)
-MAGNITUDES = tl.constexpr((_ELEMENT.top << _PLACE) * 0x10001)
-SIGN_MOVE = tl.constexpr(15 - _ELEMENT.magnitude_bits - _PLACE)
-CODE_SIGNS = tl.constexpr((1 << _ELEMENT.magnitude_bits + _PLACE) * 0x10001)
-ROUNDED = tl.constexpr((_ELEMENT.top << (23 - _ELEMENT.mantissa_bits)) - 2**31)
-TO_CODE = tl.constexpr(2.0 ** (_ELEMENT.bias - 127))
-FROM_CODE = tl.constexpr(2.0 ** (127 - _ELEMENT.bias))
-LARGEST = tl.constexpr(_ELEMENT.max)
+BEYOND_INFINITY_WORD = tl.constexpr((0x8000 - 0x7F80) << 17)
+# What the upper bits of eight rounded values come to in a sum of them at four bits' distance.
+_ROUND_BITS = nvfp4.ROUND_TOP.value - _ELEMENT.top
+_CARRIED = sum(_ROUND_BITS << 4 * i for i in range(8)) % 2**32
+CARRIED = tl.constexpr(_CARRIED - 2**32 if _CARRIED >= 2**31 else _CARRIED)
 
 
 @triton.jit
@@ -70,7 +59,7 @@ def _four(words):
 def _largest(words, ADDED: tl.constexpr):
     """Largest of both halves' magnitudes, as unsigned words with the magnitude in the upper 15 bits."""
     w = words.to(tl.uint32, bitcast=True)
-    return tl.maximum((w << 1) + (ADDED << MAGNITUDE_SHIFT), (w << MAGNITUDE_SHIFT) + (ADDED << MAGNITUDE_SHIFT))
+    return tl.maximum((w << 1) + ADDED, (w << MAGNITUDE_SHIFT) + ADDED)
 
 
 @triton.jit
@@ -91,67 +80,58 @@ def block_amax(w):
 @triton.jit
 def block_amax_finite(w):
     """float32 bits of each block's largest finite magnitude, 0 if there is none: int32 [M, B]."""
-    return tl.maximum(_largest_of(w, BEYOND_INFINITY) - BEYOND_INFINITY, 0) << 16
+    return tl.maximum(_largest_of(w, BEYOND_INFINITY_WORD) - BEYOND_INFINITY, 0) << 16
 
 
 @triton.jit
 def block_scale(amax, exponent):
-    """Bits of block amaxes [M, B], biased exponents [M] -> scale bytes, steps, their reciprocals (0 under NaN), masks
-    of what is kept of a word: signs alone under NaN."""
+    """Bits of block amaxes [M, B], biased exponents [M] -> scale bytes, steps, their reciprocals, and what is kept of
+    an element: its magnitude, nothing under NaN."""
     scale = nvfp4.encode_scale(amax, exponent[:, None])
     scale = tl.where((exponent == 0)[:, None], nvfp4.SCALE_NAN, scale)
     step = nvfp4.decode_scale(scale) * nvfp4.power_of_two(exponent)[:, None]
     real = scale != nvfp4.SCALE_NAN
-    return scale, step, tl.where(real, 1.0 / step, 0.0), tl.where(real, -1, SIGNS)
+    return scale, step, tl.where(real, 1.0 / step, 0.0), tl.where(real, MAGNITUDE, 0)
 
 
 @triton.jit
-def _round(upper, reciprocal, CLAMP: tl.constexpr):
-    """bfloat16 in the upper half of int32 -> sign and rounded bits of the quotient: the code's, the lower ones void."""
-    quotient = upper.to(tl.float32, bitcast=True) * reciprocal
-    if CLAMP:
-        quotient = tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST)
-    bits = (quotient * TO_CODE).to(tl.int32, bitcast=True)
-    return bits + (((bits >> ODD_SHIFT) & ODD) + HALF_LESS_SLACK)
+def _codes(word, reciprocal, keep, CLAMP: tl.constexpr):
+    """The magnitude codes of a word's two elements, below the upper bits of a rounded value."""
+    low = ((word << 16) & keep).to(tl.float32, bitcast=True)
+    high = (word & keep).to(tl.float32, bitcast=True)
+    return nvfp4.rounded_code(low, reciprocal, CLAMP), nvfp4.rounded_code(high, reciprocal, CLAMP)
 
 
 @triton.jit
-def _halves(word, reciprocal, keep, CLAMP: tl.constexpr):
-    """A word's two elements, rounded."""
-    low = _round((word << 16) & (keep & UPPER), reciprocal, CLAMP)
-    return low, _round(word & (keep & UPPER), reciprocal, CLAMP)
-
-
-@triton.jit
-def _nibbles(low, high):
-    """Rounded elements j and j + 4 of a word of codes -> their codes, 6 bits up in each half."""
-    both = (high & UPPER) | ((low >> 16) & 0xFFFF)
-    return (both & MAGNITUDES) | ((both >> SIGN_MOVE) & CODE_SIGNS)
+def _signs(w0, w1, w2, w3):
+    """The signs of eight elements, each in the highest bit of its code's place."""
+    first = ((w0 >> 8) & SIGNS_BELOW) | (w1 & SIGNS)
+    second = ((w2 >> 8) & SIGNS_BELOW) | (w3 & SIGNS)
+    even = (second << 16) | (first & 0xFFFF)
+    odd = (second & UPPER) | ((first >> 16) & 0xFFFF)
+    return ((even >> 4) & SIGNS_OF_EVEN) | odd
 
 
 @triton.jit
 def encode_words(w0, w1, w2, w3, reciprocal, keep, CLAMP: tl.constexpr):
     """Four words of eight elements -> int32 of eight codes, the first in the lowest bits."""
-    e0, e1 = _halves(w0, reciprocal, keep, CLAMP)
-    e2, e3 = _halves(w1, reciprocal, keep, CLAMP)
-    e4, e5 = _halves(w2, reciprocal, keep, CLAMP)
-    e6, e7 = _halves(w3, reciprocal, keep, CLAMP)
-    first = _nibbles(e1, e5) * 16 + _nibbles(e0, e4)
-    second = _nibbles(e3, e7) * 16 + _nibbles(e2, e6)
-    return second * (1 << 8 - PLACE) + (first >> PLACE)
-
-
-@triton.jit
-def _value(rounded, step):
-    """Rounded bits -> float32 element * step."""
-    return (rounded & ROUNDED).to(tl.float32, bitcast=True) * FROM_CODE * step
+    c0, c1 = _codes(w0, reciprocal, keep, CLAMP)
+    c2, c3 = _codes(w1, reciprocal, keep, CLAMP)
+    c4, c5 = _codes(w2, reciprocal, keep, CLAMP)
+    c6, c7 = _codes(w3, reciprocal, keep, CLAMP)
+    first = (c3 * 16 + c2) * 256 + (c1 * 16 + c0)
+    second = (c7 * 16 + c6) * 256 + (c5 * 16 + c4)
+    return second * 65536 + first - CARRIED + _signs(w0, w1, w2, w3)
 
 
 @triton.jit
 def _round_word(word, reciprocal, keep, step, CLAMP: tl.constexpr):
-    low, high = _halves(word, reciprocal, keep, CLAMP)
-    low, high = _value(low, step).to(tl.int32, bitcast=True), _value(high, step).to(tl.int32, bitcast=True)
-    return (high & UPPER) | ((low >> 16) & 0xFFFF)
+    """The shift leaves nothing of a rounded value but its code, where float32 has exponent and first mantissa bit."""
+    low, high = _codes(word, reciprocal, keep, CLAMP)
+    low = (low << nvfp4.ELEMENT_SHIFT).to(tl.float32, bitcast=True) * nvfp4.ELEMENT_REBIAS * step
+    high = (high << nvfp4.ELEMENT_SHIFT).to(tl.float32, bitcast=True) * nvfp4.ELEMENT_REBIAS * step
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    return (high & UPPER) | ((low >> 16) & 0xFFFF) | (word & SIGNS)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
     python tools/bench_train.py [--shape qwen3-30b-a3b] [--tokens 4096 16384] [--profile]
 
 Forward and backward of the whole expert FFN from routed ids: ``ours`` (weights packed beforehand), ``lean`` (grouped
-bfloat16 GEMMs with rows sorted once and torch operations around them), ``transformers`` (its own bfloat16 experts).
+bfloat16 GEMMs, rows sorted once, torch operations and a backward by hand around them), ``transformers`` (its own
+experts in bfloat16).
 Prints microseconds (median of CUDA-graph replays), the ratio to lean, what packing the weights adds when it is shared
 by 1, 4 and 16 micro-batches, and the most memory one forward and backward take beyond operands and gradients.
 """
@@ -14,6 +15,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,12 +91,7 @@ class Layer:
         return op(self.x, self.ids, self.gates, self.w13, self.w2, None, None, *packs, *rest)[Out.Y]  # type: ignore[operator]
 
     def lean(self) -> Tensor:
-        routing = route(self.ids, self.shape.experts)
-        rows = self.x.index_select(0, routing.token)
-        gate, up = torch._grouped_mm(rows, self.w13.transpose(1, 2), offs=routing.offsets).chunk(2, -1)
-        out = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=routing.offsets)
-        weighted = out.index_select(0, routing.inverse).view(*self.ids.shape, -1) * self.gates.unsqueeze(-1)
-        return weighted.sum(1)
+        return Lean.apply(self.x, self.ids, self.gates, self.w13, self.w2)
 
     def transformers(self) -> Callable[[], Tensor]:
         from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -113,6 +110,41 @@ class Layer:
         # The parameters share memory with the layer's weights; gradients are asked of the module's own.
         self.w13, self.w2 = module.gate_up_proj, module.down_proj
         return lambda: module(self.x, self.ids, self.gates)
+
+
+class Lean(torch.autograd.Function):
+    """The experts in bfloat16 with six grouped GEMMs and as little as eager torch can do around them: rows sorted once,
+    a backward by hand that gathers where autograd would scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, gates: Tensor, w13: Tensor, w2: Tensor) -> Tensor:  # type: ignore[override]
+        routing = route(ids, w13.shape[0])
+        rows = x[routing.token]
+        pre = torch._grouped_mm(rows, w13.transpose(1, 2), offs=routing.offsets)
+        gate, up = pre.chunk(2, -1)
+        h = F.silu(gate) * up
+        out = torch._grouped_mm(h, w2.transpose(1, 2), offs=routing.offsets)
+        ctx.save_for_backward(rows, pre, h, out, gates, w13, w2)
+        ctx.routing = routing
+        y = out[routing.inverse].view(*ids.shape, -1)
+        return torch.bmm(gates.unsqueeze(1), y).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, pre, h, out, gates, w13, w2 = ctx.saved_tensors
+        routing = ctx.routing
+        dys = dy[routing.token]
+        dgates = (dys * out).sum(-1)[routing.inverse].view(gates.shape)
+        do = dys * gates.view(-1)[routing.order].unsqueeze(-1)
+        dh = torch._grouped_mm(do, w2, offs=routing.offsets)
+        dw2 = torch._grouped_mm(do.t(), h, offs=routing.offsets)
+        gate, up = pre.chunk(2, -1)
+        dpre = torch.empty_like(pre)
+        torch.ops.aten.silu_backward.grad_input(dh * up, gate, grad_input=dpre[:, : h.shape[1]])
+        torch.mul(dh, F.silu(gate), out=dpre[:, h.shape[1] :])
+        dx = torch._grouped_mm(dpre, w13, offs=routing.offsets)
+        dw13 = torch._grouped_mm(dpre.t(), rows, offs=routing.offsets)
+        return dx[routing.inverse].view(*gates.shape, -1).sum(1), None, dgates, dw13, dw2
 
 
 def microseconds(work: Callable[[], object], repeats: int = 15) -> float:

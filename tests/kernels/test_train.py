@@ -12,6 +12,7 @@ from tests.ops.reference import GPT_OSS, SQUARED_RELU, Case, compare_gradients, 
 from trace_compile.kernels import providers, train
 from trace_compile.ops import SWIGLU, UNQUANTIZED, W4A4_ROW, W4A4_TRACED, W4A16, Activation, MoEScheme, Out, check_close
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands
+from trace_compile.ops.records import encode_routing
 from trace_compile.ops.registry import provider_for
 
 kernel_test = pytest.mark.kernel
@@ -72,6 +73,24 @@ def test_activations(activation: Activation, device: torch.device) -> None:
 @pytest.mark.parametrize(("hidden", "width"), [(16, 144), (80, 48)])
 def test_widths_that_are_no_powers_of_two(hidden: int, width: int, device: torch.device) -> None:
     compare(case_of(device, hidden=hidden, width=width))
+
+
+@kernel_test
+@pytest.mark.parametrize("kind", ["bit", "code+down"])
+def test_guidance(kind: str, device: torch.device) -> None:
+    """Rows with a record end on the rollout's codes; under traced scales a record is a guide but for the ids."""
+    case = case_of(device, scheme=W4A4_TRACED, bias=False)
+    rollout = ops.nvfp4_moe(*case.operands(outer_in=outer_in(case), record=kind))
+    guide = rollout[Out.RECORD]
+    if kind.endswith("+down"):
+        guide = torch.cat((guide, encode_routing(case.expert_ids)), 1)
+    hit = torch.arange(len(case.x), device=device) % 3 > 0
+    options = {"guidance": kind, "guide": guide, "guide_outer": rollout[Out.RECORD_OUTER], "hit": hit}
+    drifted = case.with_leaves(x=case.x * (1 + 0.02 * torch.randn_like(case.x)))
+    compare(drifted, **options)
+    guided = ops.nvfp4_moe_trains(*drifted.operands(outer_in=outer_in(case), **options))[Out.X_CODES]
+    free = ops.nvfp4_moe_trains(*drifted.operands(outer_in=outer_in(case)))[Out.X_CODES]
+    assert torch.equal(guided[~hit], free[~hit]) and not torch.equal(guided[hit], free[hit])
 
 
 @kernel_test

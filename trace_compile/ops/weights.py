@@ -7,6 +7,7 @@ share one outer scale per expert because engines fuse the pair; one vectorised q
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +103,23 @@ class Packed:
         return (self.values(torch.float32, fmt) * self.outer[:, None, None]).to(dtype)
 
 
+Packer = Callable[[Tensor, OperandScheme], Packed | None]
+PACKERS: list[Packer] = []
+"""Kernels that pack a canonical weight, asked in order before the reference does; None leaves it to the next."""
+
+
 def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, name: str = "weight") -> Packed:
     """Quantizes a whole expert parameter from its own dtype (widened to float32, which loses nothing).
 
     ``name`` is the parameter's, for messages. Raises :class:`NonFiniteWeightError` (name, first expert, how many) and
     :class:`BlockSizeError`, both before anything is written.
     """
-    weight = layout.canonical(param.detach()).float().contiguous()
+    canonical = layout.canonical(param.detach())
+    for packer in PACKERS:
+        packed = packer(canonical, scheme)
+        if packed is not None:
+            return packed
+    weight = canonical.float().contiguous()
     fmt = format_of(scheme.fmt)
     if fmt.element.bits != 4:
         raise UnknownFormatError(f"experts can be packed in 4-bit formats, not {scheme.fmt!r}")
