@@ -28,11 +28,13 @@ _FORMAT = FORMATS["nvfp4"]
 def pack(weight: Tensor, scheme: OperandScheme) -> Packed | None:
     """``weight [E, N, K]`` -> its packed form, or None where the reference is to pack it: another device, dtype or
     scheme, no elements, or values that are not finite. Waits for the device once."""
-    if not (weight.is_cuda or INTERPRETING) or weight.numel() == 0 or weight.shape[-1] % _FORMAT.block:
+    if not (weight.is_cuda or INTERPRETING) or weight.dim() != 3 or weight.numel() == 0:
+        return None
+    if weight.shape[-1] % _FORMAT.block:
         return None
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
-    if FORMATS[scheme.fmt] is not _FORMAT or scheme.profile != "pow2" or scheme.residual is not None:
+    if FORMATS.get(scheme.fmt) is not _FORMAT or scheme.profile != "pow2" or scheme.residual is not None:
         return None
     weight = weight.contiguous()
     experts, n, k = weight.shape
