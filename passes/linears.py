@@ -44,11 +44,15 @@ def linears(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
         return gm
     nodes = [(scope, node) for scope in scopes(gm) for node in scope.graph.nodes]
     layers = [(scope, node, name) for scope, node in nodes if (name := _layer(scope, node)) is not None]
-    chosen = [layer for layer in layers if takes(config, *layer)]
+    taking = [
+        (scope, node, name)
+        for scope, node, name in layers
+        if chosen(config.include, config.ignore, name, _decides(scope, node))
+    ]
     if config.strict:
         _check_patterns(config.include, [name for _, _, name in layers])
     groups: dict[Any, list[tuple[Scope, Node, str]]] = {}
-    for scope, node, name in chosen:
+    for scope, node, name in taking:
         key = (scope.module, node.args[0], name.rpartition(".")[0], _bias(node) is None, fake(node).dtype)
         groups.setdefault(key, []).append((scope, node, name))
     taken: set[str] = set()
@@ -71,13 +75,14 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def takes(config: Mode, scope: Scope, node: Node, name: str) -> bool:
-    """Whether the rules choose the layer ``node`` called ``name``."""
-    if any(matches(pattern, name) for pattern in config.ignore):
+def chosen(include: Iterable[str], ignore: Iterable[str], name: str, decides: bool = False) -> bool:
+    """Whether the rules choose the layer called ``name``; ``decides``: it is known to be a router, gate or head."""
+    if any(matches(pattern, name) for pattern in ignore):
         return False
-    if name in config.include:
+    if name in include:
         return True
-    return any(matches(pattern, name) for pattern in config.include) and not _decides(scope, node, name)
+    decides = decides or name.rpartition(".")[2] in _DECIDING
+    return not decides and any(matches(pattern, name) for pattern in include)
 
 
 def _layer(scope: Scope, node: Node) -> str | None:
@@ -99,10 +104,10 @@ def _bias(node: Node) -> Node | None:
     return argument(node, 2, "bias")
 
 
-def _decides(scope: Scope, node: Node, name: str) -> bool:
+def _decides(scope: Scope, node: Node) -> bool:
     """A router, a gate, a head, or tied to an embedding."""
     weight = argument(node, 1, "weight")
-    if name.rpartition(".")[2] in _DECIDING or shape(weight)[0] == 1:  # type: ignore[index]
+    if shape(weight)[0] == 1:  # type: ignore[index]
         return True
     root = origin(scope, weight)
     if root is not None and any(op_name(user) == "embedding" for user in root.users):
