@@ -2,7 +2,8 @@
 ``trace_compile.passes``."""
 
 from .lower import Choice
-from .match_moe import Match, match_moe
+from .match_moe import match_moe
+from .matching import Match
 from .mode import Mode
 from .pipeline import PIPELINE
 from .region import Emit, ExpertParam, Feed, LinearRegion, MoERegion, NoMatch, Region

@@ -137,6 +137,14 @@ def _literal(node: Node, value: Any) -> float | int:
     return value
 
 
+_NONLINEAR = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "exp", "softplus", "square")
+
+
+def bends(activation: Activation, operand: str) -> bool:
+    """Whether a nonlinear function is applied to ``operand`` itself, as to a gate."""
+    return any(name in _NONLINEAR and operand in args for name, args in activation.steps)
+
+
 class _Refused(Exception):
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)

@@ -111,9 +111,10 @@ def _einsum(of: Meaning, node: Node) -> DenseGemm | NoMatch | None:
 
 
 def _weight(of: Meaning, node: Any) -> Weight | None:
-    """Tokens may be three-dimensional too; only a parameter is taken for a weight here."""
+    """Tokens may be three-dimensional too; only parameters, or what they make up, are taken for a weight here."""
     value = of(node)
-    return value if isinstance(value, Weight) and is_parameter(value.param) else None
+    computed = isinstance(value, Weight) and value.param.op != "placeholder"
+    return value if computed or (isinstance(value, Weight) and is_parameter(value.param)) else None
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------

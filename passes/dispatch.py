@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from .graph import argument, fake, op_name, same, same_shape, shape
@@ -29,6 +30,8 @@ from .meaning import (
     rule,
 )
 
+_CASTS = ("to", "float", "int", "long", "half", "bfloat16", "double", "type", "type_as")
+
 
 def is_column(dims: Any) -> bool:
     """``[S, 1]``: one entry per row, ready to be broadcast over the row."""
@@ -38,11 +41,18 @@ def is_column(dims: Any) -> bool:
 @rule("reshape", "view", "flatten")
 def _pairs_of(of: Meaning, node: Node) -> Value:
     """``[T, K] -> [S]``."""
-    source, before = node.args[0], shape(node.args[0])
+    source, before = _as_integers(node.args[0]), shape(node.args[0])
     flat = before is not None and len(before) >= 2 and len(shape(node) or ()) == 1
     if flat and isinstance(source, Node) and of(source) is None and isinstance(before[-1], int):  # type: ignore[index]
         return PerPair(source)
     return None
+
+
+def _as_integers(node: Any) -> Any:
+    """Ids as they were before a cast to floating point, which holds them exactly."""
+    while op_name(node) in _CASTS and isinstance(node.args[0], Node) and not fake(node.args[0]).is_floating_point():
+        node = node.args[0]
+    return node
 
 
 @rule("reshape", "view", "flatten", "unsqueeze", "squeeze", "contiguous", "clone")
@@ -91,14 +101,14 @@ def _repeat_interleave(of: Meaning, node: Node) -> Value:
     return PerToken(x, TOKEN_MAJOR, times) if of(x) is None and rank == 2 and dim in (0, -2) else None
 
 
-@rule("to", "float", "int", "long", "half", "bfloat16", "double", "type", "type_as")
+@rule(*_CASTS)
 def _cast(of: Meaning, node: Node) -> Value:
     value, before, after = of(node.args[0]), fake(node.args[0]), fake(node)
     if before.device != after.device:
         return None
     if before.dtype == after.dtype:
         return value
-    if before.dtype.is_floating_point:
+    if before.dtype.is_floating_point and not isinstance(value, Counts | Offsets):
         known = isinstance(value, PerPair | PerToken) and after.dtype.is_floating_point
         return replace(value, casts=(*value.casts, after.dtype)) if known else None
     # Ids, indices and group ends are small integers: every dtype that is used for them holds them exactly.
@@ -152,12 +162,22 @@ def gather(of: Meaning, node: Node) -> Value:
         return replace(value, order=where.order) if value.order == TOKEN_MAJOR else None
     if isinstance(value, PerPair) and isinstance(where, Inverse):
         return replace(value, order=TOKEN_MAJOR) if value.order == where.order else None
-    if value is None and isinstance(where, TokenIndex) and len(dims) == 2:
+    if value is None and isinstance(where, TokenIndex) and len(dims) == 2 and len(shape(index) or ()) == 1:
         return PerToken(source, where.order, where.top_k)
     stacked = source.op in ("placeholder", "get_attr") and len(dims) in (2, 3)
     if stacked and isinstance(where, PerPair) and where.integer:
         return Picked(source, where.source, where.order, where.experts)
     return None
+
+
+@rule("gather")
+def _gather_rows(of: Meaning, node: Node) -> Value:
+    """``x.gather(0, index)`` with a row's index in each of its columns."""
+    source, where = node.args[0], of(argument(node, 2, "index"))
+    whole = same(shape(node)[-1], (shape(source) or (None,))[-1])  # type: ignore[index]
+    along = argument(node, 1, "dim") in (0, -2) and len(shape(source) or ()) == 2
+    fits = whole and along and isinstance(where, TokenIndex) and of(source) is None
+    return PerToken(source, where.order, where.top_k) if fits and isinstance(source, Node) else None
 
 
 @rule("floor_divide", "div")
@@ -246,7 +266,17 @@ def _counts(of: Meaning, node: Node) -> Value:
     if op_name(node) == "bincount":
         return Counts(value.source, value.experts) if argument(node, 1, "weights") is None else None
     bins, low, high = (argument(node, i, n) for i, n in ((1, "bins"), (2, "min"), (3, "max")))
-    return Counts(value.source, value.experts | {bins}) if low == 0 and high == bins - 1 else None
+    counted = low == 0 and (high == bins - 1 or (high == bins and _below(value.source, bins)))
+    return Counts(value.source, value.experts | {bins}) if counted else None
+
+
+def _below(ids: Node, experts: int) -> bool:
+    """Whether ids are a top-k's over ``experts`` scores, so that none is ``experts``, which ``histc`` counts last."""
+    while op_name(ids) in ("reshape", "view", "to", "float", "long", "int", "contiguous"):
+        ids = ids.args[0]  # type: ignore[assignment]
+    top = ids.args[0] if op_name(ids) == "getitem" and ids.args[1] == 1 else None
+    chosen = isinstance(top, Node) and op_name(top) == "topk"
+    return chosen and (shape(top.args[0]) or (None,))[-1] == experts  # type: ignore[union-attr]
 
 
 @rule("scatter_add")
@@ -312,6 +342,10 @@ def _gated_input(of: Meaning, node: Node) -> Value:
     for a, b in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
         rows, gates = of(a), of(b)
         if isinstance(rows, PerToken) and isinstance(gates, PerPair) and is_column(shape(b)):
-            plain = rows.gates is None and rows.order == gates.order and not rows.casts and not gates.integer
-            return replace(rows, gates=gates) if plain else None
+            own = fake(rows.source).dtype
+            given = gates.casts[-1] if gates.casts else fake(gates.source).dtype
+            product = torch.promote_types(own, given) if isinstance(given, torch.dtype) else own
+            widened = all(torch.promote_types(product, dtype) == product for dtype in (own, *rows.casts))
+            plain = rows.gates is None and rows.order == gates.order and widened and not gates.integer
+            return replace(rows, gates=gates, casts=()) if plain else None
     return None

@@ -52,6 +52,10 @@ class Gemm:
     order: Order
     experts: Limits
     source: Literal["grouped_mm", "grouped_mm_fallback", "bmm"]
+    ends: Node | None = None
+    """Where each expert's rows end, if they are sorted by expert."""
+    unknown: str = ""
+    """Why it is not known which rows these are; ``ids`` is then ``ends``."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Rows:
     """A GEMM's result on its way to the output: plus ``bias`` of the row's expert, times ``gates``.
 
     stage: ``column`` (still ``[S, N, 1]`` or ``[S, 1, N]``), ``rows [S, N]``, ``pairs [T, K, N]``, ``tokens [T, N]``.
-    widened: dtypes the rows were cast to before the gates were applied. rounded: cast after that.
+    widened: dtypes the rows were cast to before the gates were applied. base: what the sum is added onto.
     """
 
     gemm: Gemm
@@ -69,6 +73,7 @@ class Rows:
     gates: PerPair | None = None
     experts: Limits = NO_LIMITS
     widened: tuple[torch.dtype, ...] = ()
+    base: Node | None = None
 
 
 # --- the GEMMs --------------------------------------------------------------------------------------------------------
@@ -99,14 +104,17 @@ def _grouped(of: Meaning, node: Node) -> Gemm | NoMatch:
     value, ends = of(weight), of(offs)
     if not isinstance(value, Weight):
         return NoMatch(f"weight operand {weight} is computed, not a stacked parameter", node.name)
-    if not isinstance(ends, Offsets):
-        return NoMatch(f"group ends {offs} do not come from counting the expert ids", node.name)
-    order = _order_of(of, rows)
-    if order is None or order.ids is not ends.ids:
-        sorted_by = f"sorted by {order.ids}" if order and order.ids else "not known to be sorted by expert"
-        return NoMatch(f"rows {rows} are {sorted_by}, group ends {offs} count {ends.ids}", node.name)
     source: Any = "grouped_mm_fallback" if op_name(node) == "grouped_mm_fallback" else "grouped_mm"
-    return Gemm(node, rows, value.param, not value.swapped, ends.ids, order, ends.experts, source)
+    plain = (node, rows, value.param, not value.swapped)
+    order, unknown = _order_of(of, rows), ""
+    if not isinstance(ends, Offsets):
+        unknown = f"group ends {offs} do not come from counting the expert ids"
+    elif order is None or order.ids is not ends.ids:
+        sorted_by = f"sorted by {order.ids}" if order and order.ids else "not known to be sorted by expert"
+        unknown = f"rows {rows} are {sorted_by}, group ends {offs} count {ends.ids}"
+    if unknown or not isinstance(ends, Offsets) or order is None:
+        return Gemm(*plain, offs, Order(offs, offs), NO_LIMITS, source, offs, unknown)
+    return Gemm(*plain, ends.ids, order, ends.experts, source, offs)
 
 
 def _order_of(of: Meaning, rows: Node) -> Order | None:
@@ -268,15 +276,17 @@ def _sum_choices(of: Meaning, node: Node) -> Value:
 
 @rule("index_add", "scatter_add")
 def _add_to_tokens(of: Meaning, node: Node) -> Value:
-    """``zeros[T, H].index_add(0, token, rows)``."""
+    """``base[T, H].index_add(0, token, rows)``; zeros are no base."""
     start, dim, index = node.args[0], argument(node, 1, "dim"), argument(node, 2, "index")
     rows, tokens = of(argument(node, 3, "source" if op_name(node) == "index_add" else "src")), of(index)
     if not isinstance(rows, Rows) or rows.stage != "rows" or not isinstance(tokens, TokenIndex) or dim not in (0, -2):
         return None
     zeros = isinstance(start, Node) and op_name(start) in ("zeros", "zeros_like", "new_zeros")
     top_k = (shape(rows.gemm.ids) or (None,))[-1]
-    fits = zeros and tokens.order == rows.order and tokens.top_k == top_k and argument(node, 4, "alpha", 1) == 1
-    return replace(rows, stage="tokens") if fits else None
+    fits = tokens.order == rows.order and tokens.top_k == top_k and argument(node, 4, "alpha", 1) == 1
+    if not fits or not isinstance(start, Node) or of(start) is not None:
+        return None
+    return replace(rows, stage="tokens", base=None if zeros else start)
 
 
 @rule("einsum")

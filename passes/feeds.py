@@ -76,18 +76,15 @@ class Feeds:
         return bring_in(scope, Builder(first).function(operator.getitem, node, index))
 
     def tokens(self) -> Any:
-        """T, the same in every region. Raises ``GuidanceError`` if regions see different tokens."""
-        found = [(region.name, fake(operand(node, "x")).shape[0]) for _, node, region in _all_regions(self.gm)]
+        """T, the same in every region that works on tokens. Raises ``GuidanceError`` if they see different ones."""
+        by_token = [(node, region) for _, node, region in region_ops(self.gm, *IR_OPS) if not region.slots]
+        found = [(region.name, fake(operand(node, "x")).shape[0]) for node, region in by_token]
         for name, size in found[1:]:
             if not same(size, found[0][1]):
                 raise GuidanceError(
                     f"{found[0][0]} runs on {found[0][1]} tokens and {name} on {size}; records need one row per token"
                 )
         return found[0][1]
-
-
-def _all_regions(gm: GraphModule) -> list[tuple[Scope, Node, Region]]:
-    return list(region_ops(gm, *IR_OPS))
 
 
 def emit(gm: GraphModule, scope: Scope, node: Node, kind: EmitKind, region: Region) -> None:

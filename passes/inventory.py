@@ -8,12 +8,13 @@ from torch.fx import GraphModule, Node
 
 from .experts import GROUPED, PRODUCTS
 from .graph import Scope, dotted_name, fake, is_parameter, op_name, origin, same, shape
+from .parameters import parameters_of
 
 
 def expert_operand(scope: Scope, node: Node) -> str | None:
     """Dotted name of the stacked parameter that a product multiplies by, if it does."""
-    if op_name(node) not in PRODUCTS:
-        return None
+    if op_name(node) not in PRODUCTS or parameters_of(scope, node):
+        return None  # of parameters alone: that makes weights, and what multiplies by them is looked at
     names = (_stacked(scope, operand) for operand in node.all_input_nodes)
     return next((name for name in names if name), None)
 
@@ -42,7 +43,7 @@ def _stacked(scope: Scope, node: Node) -> str | None:
             if len(shape(n.args[0]) or (0, 0, 0)) < 3:
                 return None  # rows of a table, picked by ids, are activations
             label = n.name
-        elif name in _KEEPS_WEIGHTS:
+        elif name in _KEEPS_WEIGHTS or parameters_of(scope, n):
             label = n.name
         else:
             return None

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .graph import fake, op_name, shape
+from .graph import Scope, fake, op_name, shape
+from .parameters import parameters_of
 
 Limits = frozenset[int]
 Step = torch.dtype | str
@@ -135,7 +136,7 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Weight:
-    """A stacked parameter ``[E, a, b]``, its last two dimensions ``swapped`` or not."""
+    """A stacked parameter ``[E, a, b]``, or what parameters make up, its last two dimensions ``swapped`` or not."""
 
     param: Node
     swapped: bool = False
@@ -159,7 +160,8 @@ Value = Any
 class Meaning:
     """Meanings of one graph's nodes, remembered. ``meaning(node)`` is None where no rule applies."""
 
-    def __init__(self) -> None:
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
         self._known: dict[Node, Value] = {}
 
     def define(self, node: Node, value: Value) -> None:
@@ -181,7 +183,8 @@ class Meaning:
             value = rule(self, node)
             if value is not None:
                 return value
-        return None
+        made = len(shape(node) or ()) == 3 and fake(node).dtype.is_floating_point and parameters_of(self._scope, node)
+        return Weight(node) if made else None
 
 
 Rule = Callable[[Meaning, Node], Value]

@@ -34,7 +34,7 @@ def observe(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
         _observe_quantized(gm, feeds, scope, node, region, config)
     for scope, node, region in list(region_ops(gm, *IR_OPS)):
         behind = Builder(node.next)
-        if config.routing and isinstance(region, MoERegion):
+        if config.routing and isinstance(region, MoERegion) and not region.slots:
             emit(gm, scope, node.meta.get("routing", operand(node, "expert_ids")), "routing", region)
         if config.inputs and (config.recorded is None or region.name in config.recorded):
             emit(gm, scope, behind.method("detach", operand(node, "x")), "input", region)
@@ -45,11 +45,15 @@ def observe(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
 
 def _observe_quantized(gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, region: Region, config: Mode) -> None:
     record = config.record_of(region.name)
+    if region.slots and record != "none":
+        record = "ranges"
     diagnose = config.diagnose and operand(node, "guidance") != "none"
     if record == "none" and not diagnose:
         return
-    valid = feeds.whole(Feed("valid"), (feeds.tokens(),), torch.bool, operand(node, "x"))
-    set_operands(node, record=record, diagnose=diagnose, valid=bring_in(scope, valid))
+    valid = None
+    if not region.slots:
+        valid = bring_in(scope, feeds.whole(Feed("valid"), (feeds.tokens(),), torch.bool, operand(node, "x")))
+    set_operands(node, record=record, diagnose=diagnose, valid=valid)
     wanted = (_ROWS if record in ("bit", "code") else ()) + (_RANGES if record != "none" else ())
     for kind, out in (*wanted, *((("diag", Out.DIAG),) if diagnose else ())):
         result = Builder(node.next).function(operator.getitem, node, int(out))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..errors import LoweringError
+from ..errors import PruningError
 from ..numerics import FORMATS
 from ..ops.nvfp4_moe import Out
 from ..ops.quads import part_shapes
@@ -31,7 +31,7 @@ def quantize(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Gra
 
     Masters stay operands only where gradients are wanted (``config.train``) or the scheme leaves weights unquantized.
     Raises what the op raises for widths that are not whole blocks, ``GuidanceError`` where regions see different
-    numbers of tokens, ``LoweringError`` for gates on the input with several experts per token.
+    numbers of tokens.
     """
     if config.scheme is None:
         return gm
@@ -74,13 +74,18 @@ class _Plan:
 def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) -> None:
     at = Builder(node)
     x, ids, gates, w13, w2, b13, b2, activation, weight_input = node.args
+    top_k = region.top_k
     if weight_input:
-        x, gates = _scale_tokens(at, x, gates, region)
-    shapes = {"w13": tuple(fake(w13).shape), "w2": tuple(fake(w2).shape)}
+        x, ids, gates = _scale_tokens(at, x, ids, gates, region)
+    weights: dict[str, Any] = {"w13": w13, "w2": w2}
     routing, rows, kept = ids, None, dict(plan.config.kept).get(region.name)
     if kept is not None and not plan.masters:
+        if region.fed != region.weights:
+            raise PruningError(
+                f"{region.name} computes its weights while it runs, so none of its experts can be left out"
+            )
         ids, b13, b2, rows = compact(plan.feeds, scope, at, region, kept, ids, b13, b2)
-        shapes = {which: (kept, *dims[1:]) for which, dims in shapes.items()}
+        weights = {which: (kept, *fake(weight).shape[1:]) for which, weight in weights.items()}
     result = at.function(
         torch.ops.trace_compile.nvfp4_moe.default,
         x,
@@ -89,7 +94,7 @@ def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) 
         *((w13, w2) if plan.masters else (None, None)),
         b13,
         b2,
-        *_packed(plan, at, scope, region, shapes),
+        *_packed(plan, at, scope, region, weights),
         _outer(plan, scope, node, region),
         *_guidance(plan, scope, node, region),
         None,
@@ -101,7 +106,10 @@ def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) 
         plan.config.recompute,
     )
     result.meta |= {"region": region, "routing": routing, "experts": rows}
-    node.replace_all_uses_with(at.function(operator.getitem, result, int(Out.Y)))
+    y = at.function(operator.getitem, result, int(Out.Y))
+    if weight_input and top_k > 1:
+        y = at.method("sum", at.method("unflatten", y, 0, (-1, top_k)), 1)
+    node.replace_all_uses_with(y)
     erase_dead(scope.graph, [node])
 
 
@@ -143,27 +151,32 @@ def _joined(at: Builder, parameters: list[Any]) -> Node:
     return parameters[0] if len(parameters) == 1 else at.function(torch.cat, parameters)
 
 
-def _scale_tokens(at: Builder, x: Any, gates: Any, region: MoERegion) -> tuple[Node, Node]:
-    """Gates on the input: with one expert per token the quantizer's input is simply the scaled token."""
-    if region.top_k != 1:
-        raise LoweringError(
-            f"{region.name} scales its input by the gates of {region.top_k} experts per token: the quantized op takes "
-            "one row per token; use a scheme of None for this model"
-        )
+def _scale_tokens(at: Builder, x: Any, ids: Any, gates: Any, region: MoERegion) -> tuple[Node, Node, Node]:
+    """Gates on the input: what is quantized is the scaled token, one row for each of its experts."""
+    if region.top_k > 1:
+        x = at.function(torch.repeat_interleave, x, region.top_k, dim=0)
+        ids, gates = (at.method("reshape", n, -1, 1) for n in (ids, gates))
     scaled = at.method("to", at.function(operator.mul, x, gates), fake(x).dtype)
-    return scaled, at.function(torch.ones_like, gates)
+    return scaled, ids, at.function(torch.ones_like, gates)
 
 
-def _packed(plan: _Plan, at: Builder, scope: Scope, region: Region, shapes: dict[str, Any]) -> tuple[Node, ...]:
-    """codes, scales, outer of each weight ``[E, N, K]``; tensors without elements where weights are not quantized."""
+def _packed(plan: _Plan, at: Builder, scope: Scope, region: Region, weights: dict[str, Any]) -> tuple[Node, ...]:
+    """codes, scales, outer of each weight, a node or a shape ``[E, N, K]``; tensors without elements where weights are
+    not quantized. What is computed in the graph is packed there."""
     like = at.node
     if plan.scheme.weight is None:
         x = next(n for n in like.all_input_nodes if isinstance(fake(n), torch.Tensor))
-        dtypes = (torch.uint8, torch.uint8, torch.float32) * len(shapes)
+        dtypes = (torch.uint8, torch.uint8, torch.float32) * len(weights)
         return tuple(at.method("new_empty", x, (0,), dtype=dtype) for dtype in dtypes)
     fmt, found = FORMATS[plan.scheme.weight.fmt], []
     quads = plan.config.quads and keeps_quads(region, plan.scheme, fake(like).device)
-    for which, (experts, n, k) in shapes.items():
+    for which, weight in weights.items():
+        if which not in region.fed:
+            detached = at.method("detach", weight)
+            packed = at.function(torch.ops.trace_compile.pack_weight.default, detached, plan.scheme.weight.key)
+            found += [at.function(operator.getitem, packed, i) for i in range(3)]
+            continue
+        experts, n, k = fake(weight).shape if isinstance(weight, Node) else weight
         for part, (dims, dtype) in part_shapes((experts, n, k), quads, fmt).items():
             root = plan.feeds.whole(Feed("packed", region.name, which, part), dims, dtype, like)
             found.append(bring_in(scope, root))

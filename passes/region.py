@@ -25,11 +25,13 @@ class ExpertParam:
     """A parameter: the graph's placeholder for it and its dotted name in the model.
 
     ``parts``: it is none itself, but stands for several parameters whose rows follow one another.
+    ``computed``: what is used is computed from it and other parameters (a cast, adapters added to it).
     """
 
     placeholder: str
     name: str
     parts: tuple[ExpertParam, ...] = ()
+    computed: bool = False
 
     @classmethod
     def joined(cls, parts: tuple[ExpertParam, ...]) -> ExpertParam:
@@ -51,7 +53,8 @@ class MoERegion:
 
     name: dotted path of the module that owns the expert parameters. source: how the model spelled the expert GEMMs.
     width: expert width I, the columns of the down projection's input. weight_input: gates scale the tokens before the
-    first GEMM instead of the result of the second.
+    first GEMM instead of the result of the second. slots: why the rows that are quantized are no tokens (records go by
+    token: such a region has none and is not guided); empty where they are.
     """
 
     name: str
@@ -66,8 +69,9 @@ class MoERegion:
     num_experts: int
     hidden: int
     width: int
-    source: Literal["grouped_mm", "grouped_mm_fallback", "bmm", "einsum"]
+    source: Literal["grouped_mm", "grouped_mm_fallback", "bmm", "einsum", "loop"]
     weight_input: bool = False
+    slots: str = ""
 
     projections: ClassVar[tuple[Projection, ...]] = ("gate_up", "down")
     weights: ClassVar[tuple[str, ...]] = ("w13", "w2")
@@ -75,6 +79,11 @@ class MoERegion:
     def columns(self, projection: Projection) -> int:
         """Elements per token that the quantizer in front of ``projection`` sees."""
         return self.hidden if projection == "gate_up" else self.width
+
+    @property
+    def fed(self) -> tuple[str, ...]:
+        """The weights whose packed form comes from outside of the graph: those that are parameters."""
+        return tuple(which for which in self.weights if not self.weight(which)[0].computed)
 
     @property
     def geometry(self) -> tuple[object, ...]:
@@ -103,7 +112,9 @@ class LinearRegion:
 
     projections: ClassVar[tuple[Projection, ...]] = ("input",)
     weights: ClassVar[tuple[str, ...]] = ("w",)
+    fed: ClassVar[tuple[str, ...]] = ("w",)
     num_experts: ClassVar[int] = 1
+    slots: ClassVar[str] = ""
 
     def columns(self, projection: Projection) -> int:
         """Elements per token that the quantizer sees."""
@@ -124,7 +135,9 @@ Region = MoERegion | LinearRegion
 
 def keeps_quads(region: Region, scheme: MoEScheme, device: torch.device) -> bool:
     """Whether inference on ``device`` keeps the region's packed weights in the form of ``ops.quads``."""
-    return isinstance(region, MoERegion) and prefers_quads(scheme, (region.hidden, region.width), device)
+    if not isinstance(region, MoERegion) or region.fed != region.weights:
+        return False
+    return prefers_quads(scheme, (region.hidden, region.width), device)
 
 
 @dataclass(frozen=True)

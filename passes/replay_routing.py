@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ..errors import GuidanceError
 from .feeds import Feeds, operand, region_ops
-from .graph import Builder, Scope, argument, line_of, op_name, scopes
+from .graph import Builder, Scope, argument, line_of, op_name, same_shape, scopes, shape
 from .mode import Mode
 from .region import Feed, MoERegion
 
@@ -22,7 +22,7 @@ from .region import Feed, MoERegion
 def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
     """Feeds ``replay`` i64 [T, top_k of all regions]; -1 anywhere in a token's ids means no record.
 
-    Raises ``GuidanceError`` naming the region whose ids do not come from a top-k.
+    Raises ``GuidanceError`` naming the region whose ids do not come from a top-k, or whose rows are no tokens.
     """
     if not config.replay:
         return gm
@@ -30,6 +30,8 @@ def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) 
     columns, replaced = 0, set[Node]()
     total = sum(region.top_k for _, _, region in found)
     for scope, node, region in found:
+        if region.slots:
+            raise GuidanceError(f"routing of {region.name} cannot be replayed: {region.slots}")
         top = top_k_of(operand(node, "expert_ids"), region)
         if top not in replaced:  # blocks may share a router
             replay = feeds.whole(Feed("replay"), (feeds.tokens(), total), torch.int64, operand(node, "x"))
@@ -55,6 +57,24 @@ def top_k_of(ids: Any, region: MoERegion) -> Node:
     return top
 
 
+def _unmasked(scores: Any) -> Any:
+    """The scores before those of groups that were not chosen were masked: a recorded expert may lie in one of them, and
+    its gate is the model's own score all the same."""
+    while op_name(scores) in ("masked_fill", "where"):
+        kept = scores.args[0] if op_name(scores) == "masked_fill" else _kept(scores)
+        if kept is None:
+            break
+        scores = kept
+    return scores
+
+
+def _kept(where: Node) -> Node | None:
+    """The scores of ``where(mask, scores, constant)`` or ``where(mask, constant, scores)``."""
+    _, a, b = where.args
+    tensors = [n for n in (a, b) if isinstance(n, Node) and same_shape(shape(n), shape(where)) and n.all_input_nodes]
+    return tensors[0] if len(tensors) == 1 else None
+
+
 def _replace(feeds: Feeds, scope: Scope, top: Node, replay: Node, columns: slice) -> None:
     items = list(top.users)
     at = Builder(top.next)
@@ -68,7 +88,7 @@ def _replace(feeds: Feeds, scope: Scope, top: Node, replay: Node, columns: slice
             item.replace_all_uses_with(ids)
         else:
             if values is None:
-                scores, dim = top.args[0], argument(top, 2, "dim", -1)
+                scores, dim = _unmasked(top.args[0]), argument(top, 2, "dim", -1)
                 values = at.function(torch.gather, scores, dim, ids)
             item.replace_all_uses_with(values)
         scope.graph.erase_node(item)

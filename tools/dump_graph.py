@@ -2,28 +2,25 @@
 
     python tools/dump_graph.py qwen3_moe --out graphs [--scheme "w=nvfp4:pow2:expert|a=nvfp4:pow2:row"]
     python tools/dump_graph.py mixtral --experts batched_mm --checkpointed --out graphs
-    python tools/dump_graph.py gpt_oss --bisect
+    python tools/dump_graph.py my_package.my_module:make --out graphs
 
 Writes the graph before the first and after each pass with the changes between them, and prints the report: regions,
-what was left as it is and why, who runs each op. ``--bisect`` runs the graph after every pass instead and names the
-first pass behind which the logits differ from the captured graph's by more than ``--tolerance`` (relative root mean
-square; quantizing differs by some percent, so give a scheme its own tolerance).
+what was left as it is and why, who runs each op. Instead of a transformers type it takes ``module:function``, whose
+function returns a module and the keyword arguments of one call.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule
 
 from trace_compile.capture import Backend, PackOnUse, capturing
 from trace_compile.ops import UNQUANTIZED, MoEScheme
-from trace_compile.passes import PIPELINE, Mode, PassRunner
-from trace_compile.passes.graph import clone
+from trace_compile.passes import Mode
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -62,87 +59,52 @@ def tiny_model(kind: str, experts: str, layers: int) -> Any:
     return model
 
 
-def call(model: Any, backend: Any, tokens: int) -> None:
-    ids = torch.randint(1, SIZES["vocab_size"], (1, tokens))
+def call(model: Any, backend: Any, inputs: dict[str, Any]) -> None:
     with capturing():
-        torch.compile(model, backend=backend, dynamic=True, fullgraph=True)(input_ids=ids, use_cache=False)
+        torch.compile(model, backend=backend, dynamic=True, fullgraph=True)(**inputs)
 
 
-def dump(model: Any, mode: Mode, tokens: int, out: Path | None) -> str:
+def dump(model: Any, mode: Mode, inputs: dict[str, Any], out: Path | None) -> str:
     """Writes the graphs below ``out`` and returns the report."""
     backend = Backend(mode, PackOnUse(mode.scheme or UNQUANTIZED), dump_dir=out)
-    call(model, backend, tokens)
+    call(model, backend, inputs)
     return "\n\n".join(map(str, backend.reports))
 
 
-def bisect(model: Any, mode: Mode, tokens: int, tolerance: float) -> str | None:
-    """Name of the first pass that changes the logits by more than ``tolerance``."""
-    blamed: list[str | None] = []
-
-    def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
-        captured = clone(gm)
-
-        def run(*args: Any) -> Any:
-            expected = captured(*args)
-            runtime = PackOnUse(mode.scheme or UNQUANTIZED)
-
-            def good(changed: GraphModule) -> bool:
-                return distance(run_with_feeds(changed, args, runtime), expected) <= tolerance
-
-            blamed.append(PassRunner(PIPELINE).bisect(captured, example_inputs, config=mode, good=good))
-            return expected
-
-        return run
-
-    with torch.no_grad():
-        call(model, backend, tokens)
-    return blamed[0]
-
-
-def run_with_feeds(gm: GraphModule, args: tuple[Any, ...], runtime: PackOnUse) -> Any:
-    """A graph between two passes, its packed weights resolved as the backend would."""
-    names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
-    regions = {r.name: r for r in gm.meta.get("regions", ())}
-    feeds = []
-    for feed in gm.meta.get("feeds", ()):
-        region = regions[feed.region]
-        expert, _ = region.weight(feed.weight)
-        param = expert.master({p.name: args[names.index(p.placeholder)] for p in expert.parameters})
-        feeds.append(getattr(runtime.packed(region, feed.weight, param), feed.part))
-    return gm(*args, *feeds)
-
-
-def distance(found: Any, expected: Any) -> float:
-    """Largest relative root mean square over the floating results."""
-    pairs = [(a, b) for a, b in zip(found, expected) if isinstance(b, Tensor) and b.is_floating_point()]
-    return max(float((a - b).square().mean().sqrt() / b.square().mean().sqrt()) for a, b in pairs)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", help="transformers model type, e.g. qwen3_moe, mixtral, olmoe, gpt_oss")
-    parser.add_argument("--out", type=Path, help="folder for the graphs")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which model, and for which mode."""
+    parser.add_argument("model", help="transformers type (qwen3_moe, mixtral, gpt_oss, ...), or module:function")
     parser.add_argument("--scheme", default="none", help="scheme key; none stops at the float op")
     parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "batched_mm"])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--checkpointed", action="store_true", help="activation checkpointing around each layer")
     parser.add_argument("--lenient", action="store_true", help="leave expert-shaped operations that are not understood")
-    parser.add_argument("--bisect", action="store_true")
-    parser.add_argument("--tolerance", type=float, default=1e-4)
-    options = parser.parse_args(arguments)
 
-    model = tiny_model(options.kind, options.experts, options.layers)
+
+def load(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Mode]:
+    """The model, the arguments of one call, and the mode."""
+    if ":" in options.model:
+        module, _, function = options.model.partition(":")
+        model, inputs = getattr(importlib.import_module(module), function)()
+    else:
+        model = tiny_model(options.model, options.experts, options.layers)
+        ids = torch.randint(1, SIZES["vocab_size"], (1, options.tokens))
+        inputs = {"input_ids": ids, "use_cache": False}
     if options.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     scheme = None if options.scheme == "none" else MoEScheme.parse(options.scheme)
-    mode = Mode(scheme=scheme, train=True, strict=not options.lenient)
-    if options.bisect:
-        blamed = bisect(model, mode, options.tokens, options.tolerance)
-        print(f"first pass beyond {options.tolerance}: {blamed or 'none'}")
-    else:
-        print(dump(model, mode, options.tokens, options.out))
+    return model, inputs, Mode(scheme=scheme, train=True, strict=not options.lenient)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments(parser)
+    parser.add_argument("--out", type=Path, help="folder for the graphs")
+    options = parser.parse_args(words)
+    model, inputs, mode = load(options)
+    print(dump(model, mode, inputs, options.out))
 
 
 if __name__ == "__main__":

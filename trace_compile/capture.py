@@ -290,6 +290,8 @@ _DYNAMO_SETTINGS = {
     for name, value in (
         ("specialize_float", True),  # floats of modules are constants, which an activation's literals have to be
         ("skip_fwd_side_effects_in_bwd_under_checkpoint", True),  # transformers collects router logits in checkpoints
+        ("capture_dynamic_output_shape_ops", True),  # experts that select their tokens, when it is their turn
+        ("capture_scalar_outputs", True),  # or are handed pieces, whose lengths are read from a tensor
         ("optimize_ddp", False),  # would cut the graph at DistributedDataParallel's buckets, through regions
     )
     if hasattr(torch._dynamo.config, name)

@@ -412,7 +412,7 @@ class _Ring:
     def write(self, tokens: Tokens, emits: Emits) -> None:
         self.keys.index_copy_(0, self.slot, tokens.keys[None])
         self.valid.index_copy_(0, self.slot, tokens.valid[None])
-        self.rows.index_copy_(0, self.slot, record_rows(self.layout, emits)[None])
+        self.rows.index_copy_(0, self.slot, record_rows(self.layout, tokens, emits)[None])
         self.slot.add_(1)
 
 

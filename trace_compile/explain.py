@@ -68,6 +68,9 @@ class Explanation:
                 if table.row_count:
                     console.print(table)
             console.print(self._graphs())
+            for region in self.regions:
+                if region.slots:
+                    console.print(f"not recorded by token: {region.name}, {region.slots}", soft_wrap=True)
             for missed in self.unmatched:
                 console.print(f"left alone: {missed}", soft_wrap=True)
         return text.get().rstrip()

@@ -91,6 +91,10 @@ def _item(region: Region, scheme: MoEScheme, tensors: Iterable[ExpertTensor]) ->
     if isinstance(region, LinearRegion):
         (weight,) = tensors
         return LinearWeights(region.name, scheme, weight, region.modules, region.rows)
+    loose = next((w for w in (region.w13, region.w2) if w.parts or w.computed), None)
+    if loose is not None:
+        what = "computed from several parameters; merge adapters first" if loose.computed else "no stacked tensor"
+        raise ExportError(f"{region.name}: {loose.name} is {what}, and no checkpoint of it is written")
     gate_up, down = tensors
     return ExpertWeights(region.name, scheme, gate_up, down, gated=region.activation.gated)
 

@@ -36,7 +36,7 @@ from trace_compile.exporting import SessionExperts, export_model, stream_weights
 from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.importing import receive
 from trace_compile.noise import NormNoise
-from trace_compile.ops.weights import Master, Packed, joined
+from trace_compile.ops.weights import Master, Packed, WeightLayout, joined
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import ExpertParam, MoERegion, Region, keeps_quads
 from trace_compile.pruning import Pruned
@@ -82,19 +82,16 @@ class Twin:
 
     def _pack_anew(self) -> None:
         """Pack into new tensors, where the masters are."""
-        scheme, masters = self.session.recipe.rollout, self.masters()
+        scheme, masters, wanted = self.session.recipe.rollout, self.masters(), self._wanted()
         if scheme is None or scheme.weight is None:
             return
-        regions = self.session.quantized_regions()
-        packed = PackedWeights(self._packer(regions))
-        experts: dict[str, Packed] = {}
-        params: dict[str, ExpertParam] = {}
-        for region in regions:
-            for which in region.weights:
-                expert, layout = region.weight(which)
-                experts[expert.name] = packed.get(expert.name, expert.master(masters), layout, scheme.weight)
-                params[expert.name] = expert
-        self.packed, self.experts, self.params = packed, experts, params
+        packed = PackedWeights(self._packer(self.session.quantized_regions()))
+        experts = {
+            name: packed.get(name, expert.master(masters), layout, scheme.weight)
+            for name, (expert, layout) in wanted.items()
+        }
+        self.packed, self.experts = packed, experts
+        self.params = {name: expert for name, (expert, _) in wanted.items()}
 
     def _packer(self, regions: Iterable[Region]) -> Packer:
         """Packs a parameter in the form that the region's kernels take; of a pruned region only the kept experts, with
@@ -116,14 +113,25 @@ class Twin:
         self.packed, self.experts, self.params, self.decoder = PackedWeights(), {}, {}, Decoder(self)
 
     def masters(self) -> dict[str, nn.Parameter]:
-        found = dict(self.source.named_parameters(remove_duplicate=False))
-        gone = sorted(name for name in self.replaced if name not in found)
+        return dict(self.source.named_parameters(remove_duplicate=False))
+
+    def _wanted(self) -> dict[str, tuple[ExpertParam, WeightLayout]]:
+        """What is to be packed, by name: the weights of the trainer's regions as it was last captured.
+
+        Raises ``RefitError`` for parameters that the model does not have any more.
+        """
+        scheme, masters = self.session.recipe.rollout, self.masters()
+        if scheme is None or scheme.weight is None:
+            return {}
+        regions = self.session.quantized_regions()
+        found = [region.weight(which) for region in regions for which in region.fed]
+        gone = sorted(p.name for expert, _ in found for p in expert.parameters if p.name not in masters)
         if gone:
             raise RefitError(
-                f"the model has no parameter {gone[0]} any more, from which {len(gone)} packed weight(s) come; make a "
-                "new twin with model.rollout()"
+                f"the model has no parameter {gone[0]} any more, from which {len(gone)} packed weight(s) come; call "
+                "the model once, so that its new parameters are known, then refit"
             )
-        return found
+        return {expert.name: (expert, layout) for expert, layout in found}
 
     @property
     def replaced(self) -> set[str]:
@@ -152,14 +160,17 @@ class Twin:
         ranges = session.ranges_to_adopt()
         if ranges is not None:
             session.scales_from(ranges)
-        masters, regrown = self.masters(), not same_tree(self.source, module)
+        masters, wanted, regrown = self.masters(), self._wanted(), not same_tree(self.source, module)
         if self.copies:
-            check_copies(self.source, None if regrown else module, skip=self.replaced)
+            skip = {p.name for expert, _ in wanted.values() for p in expert.parameters}
+            check_copies(self.source, None if regrown else module, skip=skip)
         session.versions.check(version)
-        live = {name: param.master(masters) for name, param in self.params.items()}
-        where = {name: masters[param.parameters[0].name].device for name, param in self.params.items()}
-        if any(packed.codes.device != where[name] for name, packed in self.experts.items()):
-            self._pack_anew()  # the model was moved
+        live = {name: expert.master(masters) for name, (expert, _) in wanted.items()}
+        where = {name: masters[expert.parameters[0].name].device for name, (expert, _) in wanted.items()}
+        if wanted.keys() != self.experts.keys() or any(
+            packed.codes.device != where[name] for name, packed in self.experts.items()
+        ):
+            self._pack_anew()  # the model has other parameters, or was moved
         elif self.experts:
             # Forced: writes through ``param.data`` change no version counter, and a twin must not stay behind.
             self.packed.update_all(live, force=True)
@@ -264,7 +275,7 @@ class Twin:
 
     def store(self, recording: Recording, tokens: Tokens, emits: Emits, *, decoding: bool) -> None:
         """Hand one call's records and statistics to the recording."""
-        self.append(recording, tokens, record_rows(recording.trace.layout, emits))
+        self.append(recording, tokens, record_rows(recording.trace.layout, tokens, emits))
         recording.accumulator.add(emits, tokens.valid, "decode" if decoding else "prefill")
         if recording.inputs is not None:
             recording.inputs.append(tokens.keys, tokens.valid, emits["input"])

@@ -55,6 +55,12 @@ class OuterScales:
         """Float32 [len(sites)] on ``device``, at a stable address."""
         key = (sites, device)
         if key not in self._stacked:
+            unknown = [".".join(site) for site in sites if site not in self._values]
+            if unknown:
+                raise GuidanceError(
+                    f"no scale was traced for {', '.join(unknown)}, which the model did not have then; trace a rollout "
+                    "of a new twin, and refit"
+                )
             with torch.inference_mode(False):  # a rollout may ask first, and the trainer saves it for its backward
                 self._stacked[key] = torch.stack([self._values[s] for s in sites]).to(device)
         return self._stacked[key]

@@ -33,7 +33,7 @@ from trace_compile.state.packed import PackedWeights, WeightsVersion
 from trace_compile.state.ranges import Ranges
 from trace_compile.state.trace import Trace
 from trace_compile.state.usage import Phase, Usage, count_routes
-from trace_compile.tokens import TokenTracker
+from trace_compile.tokens import Tokens, TokenTracker
 
 RecordKind = Literal["ranges", "bit", "code"]
 
@@ -126,8 +126,10 @@ class Recording:
     inputs: InputLog | None = None
 
 
-def record_rows(layout: RecordLayout, emits: Emits) -> Tensor:
-    """Record rows uint8 [T, R] of one forward."""
+def record_rows(layout: RecordLayout, tokens: Tokens, emits: Emits) -> Tensor:
+    """Record rows uint8 [T, R] of one forward; R is 0 where no region works on tokens."""
+    if not layout.row_bytes:
+        return tokens.keys.new_empty((len(tokens.keys), 0), dtype=torch.uint8)
     return layout.assemble(
         [emits["record"][site.region] for site in layout.sites],
         [emits["routing"][routing.region] for routing in layout.routings],
@@ -144,6 +146,7 @@ class Session:
         self.signature = inspect.signature(cls.forward)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.regions: tuple[Region, ...] = ()
+        self._learned: dict[Mode, int] = {}
         self.outer = OuterScales()
         self.ranges: Ranges | None = None
         self.pending_ranges: Ranges | None = None
@@ -195,10 +198,13 @@ class Session:
         self._learn_regions(mode)
 
     def _learn_regions(self, mode: Mode) -> None:
-        if not self.regions and self.engine.reports[mode]:
-            found = self.engine.reports[mode][0].regions
-            self._plain(found)  # raises where the rule does not fit
-            self.regions = found
+        """Of the latest graph: adapters that were added since, or taken away, rename parameters."""
+        reports = self.engine.reports[mode]
+        if len(reports) > self._learned.get(mode, 0):
+            self._learned[mode], latest = len(reports), reports[-1].regions
+            if self.recording is None and _facts(latest) != _facts(self.regions):
+                self._plain(latest)  # raises where the rule does not fit
+                self.regions = latest
 
     def need_regions(self) -> tuple[Region, ...]:
         if not self.regions:
@@ -219,13 +225,13 @@ class Session:
 
     @property
     def experts(self) -> dict[str, int]:
-        """Number of experts of each region."""
-        return {r.name: r.num_experts for r in self.need_regions() if isinstance(r, MoERegion)}
+        """Number of experts of each region whose routing is known."""
+        return {r.name: r.num_experts for r in self.need_regions() if isinstance(r, MoERegion) and not r.slots}
 
     def guided_regions(self) -> frozenset[str]:
         """Regions whose outcome is recorded and replayed: the last ``options.last`` of the quantized ones in graph
-        order, or one."""
-        names = [r.name for r in self.quantized_regions()]
+        order, or one. Of those that work on tokens, by which records go."""
+        names = [r.name for r in self.quantized_regions() if not r.slots]
         return frozenset(names[-max(1, round(len(names) * self.options.last)) :])
 
     def sites(self) -> tuple[SiteKey, ...]:
@@ -233,7 +239,8 @@ class Session:
 
     def layout(self, kind: RecordKind) -> RecordLayout:
         """Row layout of a trace of this model under the scales now in force."""
-        routings = tuple(Routing(r.name, r.top_k) for r in self.need_regions() if isinstance(r, MoERegion))
+        routed = (r for r in self.need_regions() if isinstance(r, MoERegion) and not r.slots)
+        routings = tuple(Routing(r.name, r.top_k) for r in routed)
         _, scheme = self.recipe.schemes(traced=bool(self.outer))
         if kind == "ranges" or scheme is None or scheme.act is None:
             return RecordLayout((), routings)
@@ -336,3 +343,8 @@ class Session:
             self.tracker.end(arguments, outputs)
         self._learn_regions(mode)
         return outputs
+
+
+def _facts(regions: tuple[Region, ...]) -> list[Any]:
+    """What tells regions of one model from those of another: geometry and the names of their parameters."""
+    return [(r.geometry, [r.weight(which)[0].name for which in r.weights]) for r in regions]

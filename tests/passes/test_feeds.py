@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from tests.passes.blocks import Captured, E, GatedInput, Grouped, H, I, K, capture
+from tests.passes.blocks import Captured, E, Grouped, H, I, K, capture
 from trace_compile.errors import GuidanceError, LoweringError
 from trace_compile.ops import UNQUANTIZED, W4A4_ROW, W4A4_TRACED, W4A16
 from trace_compile.ops.registry import OPS, Provider
@@ -152,12 +152,6 @@ def test_regions_over_different_tokens_cannot_share_records() -> None:
     assert len(run(found.graph(), found.inputs, config=Mode(scheme=W4A4_ROW)).meta["regions"]) == 2
     with pytest.raises(GuidanceError, match="first runs on .* tokens and second on"):
         run(found.graph(), found.inputs, config=Mode(scheme=W4A4_ROW, record="ranges"))
-
-
-def test_gates_on_the_input_of_several_experts_stay_float() -> None:
-    found = capture(GatedInput(), torch.randn(T, H))
-    with pytest.raises(LoweringError, match="scales its input by the gates of 2 experts per token"):
-        PassRunner(PIPELINE).run(found.graph(), found.inputs, config=Mode(scheme=W4A4_ROW))
 
 
 @pytest.mark.parametrize(

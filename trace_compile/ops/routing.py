@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import OperandError
+
+_MOST_ROWS = torch.iinfo(torch.int32).max
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -41,7 +45,14 @@ def route(expert_ids: Tensor, num_experts: int, *, stable: bool = True) -> Routi
 
     ``stable`` keeps tokens in order within an expert. Without it the rows stand as plain ``torch.sort`` leaves them,
     which is what transformers uses: only so are sums over an expert's tokens equal to its sums bit for bit.
+    Raises ``OperandError`` for more rows than int32 group ends can hold.
     """
+    tokens, top_k = expert_ids.shape
+    if tokens * top_k > _MOST_ROWS:
+        raise OperandError(
+            f"{tokens} tokens with {top_k} experts each are {tokens * top_k} rows; group ends are int32 and hold "
+            f"{_MOST_ROWS}: split the batch"
+        )
     ids = expert_ids.reshape(-1)
     ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     # A stable order is the same for any dtype, and a radix sort of two bytes takes a quarter of the time of eight.

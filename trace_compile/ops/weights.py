@@ -17,6 +17,7 @@ from ..errors import NonFiniteWeightError, UnknownFormatError
 from ..numerics import amax, decode_blocks, format_of, outer_scale, pack_nibbles, quantize_blocks, unpack_nibbles
 from .checks import whole_blocks
 from .quads import from_quads, in_quads, packed_shape, to_quads
+from .schema import custom_op
 from .scheme import OperandScheme
 
 Master = Tensor | tuple[Tensor, ...]
@@ -31,18 +32,21 @@ def joined(master: Master) -> Tensor:
 @dataclass(frozen=True)
 class WeightLayout:
     """How a model stores an expert parameter: ``transposed`` is ``[E, K, N]``, ``interleaved`` alternates gate and up
-    along N (gate first). ``experts``: it is no stack but a matrix ``[E * N, K]``, expert after expert; one for a linear
-    layer."""
+    along N (gate first). ``experts``: it is no stack but a matrix ``[E * N, K]``, expert after expert (one for a
+    linear layer). ``split``: two stacks one after the other, the gate's ``[E, I, K]`` and the up projection's."""
 
     transposed: bool = False
     interleaved: bool = False
     experts: int | None = None
+    split: bool = False
 
     def canonical(self, param: Tensor) -> Tensor:
-        """``[E, N, K]``, differentiable; a view unless gate and up are interleaved."""
+        """``[E, N, K]``, differentiable; a view unless gate and up are interleaved or split."""
         if self.experts is not None:
             param = param.unflatten(0, (self.experts, -1))
         weight = param.transpose(-2, -1) if self.transposed else param
+        if self.split:
+            weight = weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
         return _halves(weight, 1) if self.interleaved else weight
 
     def parameter(self, weight: Tensor) -> Tensor:
@@ -50,6 +54,8 @@ class WeightLayout:
         if self.interleaved:
             gate, up = weight.chunk(2, dim=1)
             weight = torch.stack((gate, up), dim=2).flatten(1, 2)
+        if self.split:
+            weight = weight.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
         weight = weight.transpose(-2, -1) if self.transposed else weight
         return weight if self.experts is None else weight.flatten(0, 1)
 
@@ -132,12 +138,43 @@ def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, 
             f"{name}: expert {first} holds {int(bad[first])} NaN or Inf values;"
             f" {int((bad > 0).sum())} expert(s) hold some and nothing was packed. Restore the parameter first"
         )
+    return _pack(weight, scheme)
+
+
+def _pack(weight: Tensor, scheme: OperandScheme) -> Packed:
+    """Of canonical float32 ``[E, N, K]``. A block with NaN or Inf gets the NaN scale."""
+    fmt = format_of(scheme.fmt)
     largest = amax(weight.flatten(1), -1)
     if scheme.outer == "tensor":
         largest = largest.amax().expand_as(largest)
     outer = outer_scale(largest, scheme.fmt, scheme.profile) if fmt.outer else torch.ones_like(largest)
     codes, scales = quantize_blocks(weight, outer[:, None], scheme.fmt, scheme.profile)
     return Packed(pack_nibbles(codes), scales, outer)
+
+
+@dataclass(frozen=True)
+class PackOperands:
+    """A canonical weight ``[E, N, K]`` and the key of an ``OperandScheme``."""
+
+    weight: Tensor
+    scheme: str
+
+
+def _packed_fake(o: PackOperands) -> tuple[Tensor, Tensor, Tensor]:
+    experts, n, k = o.weight.shape
+    fmt = format_of(OperandScheme.parse(o.scheme).fmt)
+    columns = (k // 2, fmt.scale_bytes(k))
+    codes, scales = (o.weight.new_empty((experts, n, c), dtype=torch.uint8) for c in columns)
+    return codes, scales, o.weight.new_empty((experts,), dtype=torch.float32)
+
+
+def _packed_body(o: PackOperands) -> tuple[Tensor, Tensor, Tensor]:
+    packed = _pack(o.weight.float(), OperandScheme.parse(o.scheme))
+    return packed.codes, packed.scales, packed.outer
+
+
+pack_weight = custom_op("pack_weight", PackOperands, 3, _packed_body, _packed_fake)
+"""Packing inside a graph, for weights that are computed there. Waits for nothing: NaN and Inf become NaN scales."""
 
 
 def _halves(t: Tensor, dim: int) -> Tensor:
