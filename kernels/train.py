@@ -22,6 +22,7 @@ from torch import Tensor
 from trace_compile.kernels import codegen
 from trace_compile.kernels.activate import Hidden, HiddenGrads, activate, activate_backward
 from trace_compile.kernels.guided import guide_rows
+from trace_compile.kernels.observe import observed
 from trace_compile.kernels.quantize import QuantizedRows, quantize_rows
 from trace_compile.kernels.routing import route, routing_of
 from trace_compile.kernels.rows import combine_rows, gather_rows, on, sum_rows, unpack_rows, unpack_weights, zero_unused
@@ -49,8 +50,8 @@ def refuses(o: NvFp4MoEOperands) -> str | None:
         return f"multiplies in bfloat16, x is {o.x.dtype}"
     if o.gates.dtype == torch.float64:
         return "gates are float64"
-    if o.record != "none" or o.diagnose:
-        return "neither records nor diagnoses"
+    if o.diagnose:
+        return "does not diagnose"
     if o.x.shape[1] % _ALIGNED or o.width % _ALIGNED:
         return f"widths {o.x.shape[1]} and {o.width} are not multiples of {_ALIGNED}"
     if o.c13.dtype != torch.uint8:
@@ -86,17 +87,17 @@ def _forward(o: NvFp4MoEOperands) -> dict[int, Tensor]:
     guide, guide_h = _guides(o, routing)
     x = _quantized(o.x, _traced(o, 0), guide) if quantizes else None
     pre = _multiply(_rows(x, o.x, dtype, routing), _weights(o.w13, o.c13, o.s13, o.g13, dtype), routing)
-    hidden = _activate(pre, o, routing, guide_h)
+    hidden, h = _activate(pre, o, routing, guide_h)
     out = _multiply(hidden.values, _weights(o.w2, o.c2, o.s2, o.g2, dtype), routing)
     found = {Out.Y: combine_rows(out, routing, o.gates, o.b2, o.expert_ids.shape[1])}
     found |= {Out.ORDER: routing.order, Out.OFFSETS: routing.offsets}
     if not o.recompute:
         found[Out.PRE] = pre
-    if x is not None and hidden.quantized is not None:
-        h = hidden.quantized
+    hq = hidden.quantized
+    if x is not None and hq is not None:
         found |= {Out.X_CODES: x.packed, Out.X_SCALES: x.scales, Out.X_OUTER: x.outer}
-        found |= {Out.H_CODES: h.packed, Out.H_SCALES: h.scales, Out.H_OUTER: h.outer}
-    return {int(key): value for key, value in found.items()}
+        found |= {Out.H_CODES: hq.packed, Out.H_SCALES: hq.scales, Out.H_OUTER: hq.outer}
+    return {int(key): value for key, value in found.items()} | observed(o, x, h, hq, routing)
 
 
 def backward(o: BackwardOperands) -> tuple[Tensor, ...]:
@@ -193,22 +194,28 @@ def _with_bias(rows: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
     return rows if bias is None else (rows.float() + bias[routing.expert].float()).to(rows.dtype)
 
 
-def _activate(pre: Tensor, o: NvFp4MoEOperands, routing: Routing, guide: Guide | None) -> Hidden:
-    """h; the bias is added into ``pre``. Programs without a device form run as torch operations, and rows that a record
-    guides are quantized after the activation, not with it."""
-    activation, quantizes = Activation.parse(o.activation), o.schemes.act is not None
+def _activate(pre: Tensor, o: NvFp4MoEOperands, routing: Routing, guide: Guide | None) -> tuple[Hidden, Tensor]:
+    """h as the second GEMM takes it, and before it was quantized if it is recorded; the bias is added into ``pre``.
+
+    Programs without a device form run as torch operations; rows that are guided or recorded are quantized after the
+    activation, not with it.
+    """
+    activation, quantizes, bias = Activation.parse(o.activation), o.schemes.act is not None, o.b13
+    if o.record != "none":  # rows of no expert are written by no GEMM, and may be recorded
+        pre.copy_(_with_bias(pre, bias, routing)).masked_fill_(routing.dropped, 0)
+        bias = None
     if codegen.unsupported(activation, pre.dtype) is None:
-        code, fused = codegen.compile_activation(activation, pre.dtype), quantizes and guide is None
-        hidden = activate(pre, o.b13, routing, code, activation.gated, fused, _traced(o, 1))
-        if fused or not quantizes:
-            return hidden
+        code, fused = codegen.compile_activation(activation, pre.dtype), guide is None and o.record == "none"
+        hidden = activate(pre, bias, routing, code, activation.gated, quantizes and fused, _traced(o, 1))
+        if fused:
+            return hidden, hidden.values
         h = hidden.values
     else:
-        h = activation.evaluate(pre.copy_(_with_bias(pre, o.b13, routing)))
+        h = activation.evaluate(pre.copy_(_with_bias(pre, bias, routing)))
     if not quantizes:
-        return Hidden(h)
+        return Hidden(h), h
     q = _quantized(h, _traced(o, 1), guide)
-    return Hidden(unpack_rows(q.packed, q.scales, q.outer, pre.dtype), q)
+    return Hidden(unpack_rows(q.packed, q.scales, q.outer, pre.dtype), q), h
 
 
 def _activate_backward(

@@ -6,13 +6,21 @@ it fast is not measured here.
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trace_compile.kernels.launch import Target, quantize_launch
+from trace_compile.kernels import activate, guided, quantize, routing, rows
+from trace_compile.kernels.codegen import compile_activation
+from trace_compile.kernels.launch import Target, quantize_launch, rows_launch, words_launch
 from trace_compile.kernels.quantize import _quantize_nvfp4_kernel
+from trace_compile.ops import SWIGLU
 
 TARGETS = {90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 
@@ -47,3 +55,70 @@ def test_quantize(capability: int, dtype: str, own_outer: bool) -> None:
     divisions = 0 if dtype == "fp32" else plan.block_m * plan.block_k // (8 * 32 * plan.num_warps)
     assert ptx.count("div.full.f32") == divisions
     assert not [word for word in ("div.rn", "div.approx", "rcp.approx", "e4m3", "call.uni") if word in ptx]
+
+
+SWIGLU_CODE = compile_activation(SWIGLU, torch.bfloat16)
+K, WIDTH = 2880, 768
+WORDS_PLAN = words_launch(10**6, K // 16, True, Target(90, 132))
+ROWS_PLAN = rows_launch(K // 8)
+INTEGERS = ("rows", "words_stride", "outer_stride", "slots", "experts")
+TYPES = {
+    "fp32": ("outer", "outers"),
+    "i64": ("token", "order", "inverse", "expert"),
+    "i32": ("words", "offsets", "starts"),
+}
+TYPES |= {"u8": ("scales", "guide_scales", "payload", "hit", "dropped")}
+# Kernel, which pointers are not given, constants, warps. Pointers not named in TYPES are bfloat16.
+TRAINING: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], int]] = {
+    "quantize": (
+        quantize._quantize_words_kernel,
+        ("values_ptr",),
+        {"BLOCKS": K // 16, "OWN_OUTER": True, "KEEP_OUTER": True, "BLOCK_M": WORDS_PLAN.block_m}
+        | {"BLOCK_B": WORDS_PLAN.block_b},
+        WORDS_PLAN.num_warps,
+    ),
+    "unpack": (
+        rows._unpack_kernel,
+        (),
+        {"ROWS_PER_OUTER": 1, "WORDS": K // 8, "BLOCK_M": ROWS_PLAN.block_m, "BLOCK_W": ROWS_PLAN.block_k},
+        ROWS_PLAN.num_warps,
+    ),
+    "combine": (rows._combine_kernel, (), {"HIDDEN": K, "TOP_K": 8, "BLOCK": 2048}, 8),
+    "activate": (
+        activate._activate_kernel,
+        ("outer_ptr",),
+        {"WIDTH": WIDTH, "GATED": True, "ACT": SWIGLU_CODE.forward, "BLOCK": 1024},
+        4,
+    ),
+    "activate_backward": (
+        activate._activate_backward_kernel,
+        ("bias_dots_ptr",),
+        {"WIDTH": WIDTH, "COLUMNS": 2 * WIDTH, "GATED": True, "BLOCK": 1024}
+        | {"ACT": SWIGLU_CODE.forward, "VJP": SWIGLU_CODE.derivative},
+        4,
+    ),
+    "guide": (guided._guide_kernel, (), {"K": K, "BITS": True, "BLOCK": 4096}, 16),
+    "place": (routing._place_kernel, (), {"TOP_K": 8, "BINS": 256, "CHUNK": 512, "PART": 32}, 8),
+}
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_kernels(name: str, capability: int, tmp_path: Path) -> None:
+    """They compile, and no register is spilled."""
+    kernel, absent, constants, warps = TRAINING[name]
+    constants = constants | dict.fromkeys(absent)
+    kinds = {f"{pointer}_ptr": f"*{kind}" for kind, pointers in TYPES.items() for pointer in pointers}
+    if name == "quantize":
+        kinds["packed_ptr"] = "*i32"
+    signature = {
+        n: "constexpr" if n in constants else "i32" if n in INTEGERS else kinds.get(n, "*bf16")
+        for n in kernel.arg_names
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert f".target {TARGETS[capability]}" in built.asm["ptx"]
+    (tmp_path / "cubin").write_bytes(built.asm["cubin"])
+    usage = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(tmp_path / "cubin")]
+    assert "STACK:0 " in subprocess.run(usage, capture_output=True, text=True, check=True).stdout
