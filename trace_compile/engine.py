@@ -30,7 +30,7 @@ class Engine:
     Args:
         forward: the original class's forward function, taking the module first.
         runtime: resolves feeds and receives emits.
-        compiler: what compiles the rewritten graph: ``"inductor"``, ``"aot_eager"`` or ``"eager"``; None: by the device
+        compiler: what compiles the rewritten graph: one of ``capture.COMPILERS``; None: by the device
             where the module is when a graph is first needed, for models are moved.
     """
 
