@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import qwen3
+from tests.tiny import prompts, qwen3
 from tests.toy import E, K, Toy, batch, reference
 from trace_compile import trace_compile
-from trace_compile.errors import PruningError, TraceCompileError
+from trace_compile.errors import ExportError, PruningError, TraceCompileError
+from trace_compile.export import reload
 from trace_compile.passes.mode import Unquantized
 from trace_compile.pruning import pruning_report
 from trace_compile.recipes import Noise, get_recipe
@@ -159,6 +160,26 @@ def test_a_pruned_twin_is_not_exported(traced: tuple[Any, Any, Any], tmp_path: A
     pruned = traced[0].rollout(keep=Kept.everywhere({"layers.0": (0, 1)}))
     with pytest.raises(PruningError, match="be exported"):
         pruned.export(tmp_path / "out")
+
+
+def test_a_compensated_rollout_is_not_exported_as_a_plain_one(tmp_path: Any) -> None:
+    model = trace_compile(qwen3(), recipe="quads")
+    with pytest.raises(ExportError, match=r"gathered@0\.5.*activations=False"):
+        model.export(tmp_path / "out")
+    assert model.export(tmp_path / "out", activations=False).bits_per_expert_weight < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
+def test_unquantized_regions_are_exported_as_they_are(format: str, tmp_path: Any) -> None:
+    """The reloaded checkpoint computes what the rollout's weights compute with unquantized activations."""
+    model = trace_compile(qwen3(), recipe="w4a16", unquantized=Unquantized(last=1))
+    batch = prompts()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        model.export(tmp_path / "out", format=format)
+        found = reload(tmp_path / "out", dtype=torch.float32)(**batch).logits
+    assert relative(found, expected) < LIMIT
 
 
 def test_choosing_experts() -> None:

@@ -180,4 +180,11 @@ def stream_weights(
 
 
 def _activations(experts: SessionExperts, format: str, activations: bool | None) -> bool:
-    return experts.scheme.act is not None and format != "bf16" if activations is None else activations
+    act = experts.scheme.act
+    chosen = act is not None and format != "bf16" if activations is None else activations
+    if chosen and act is not None and act.residual is not None:
+        raise ExportError(
+            f"the rollout compensates its activations ({act.key}), which no engine does: they would be served "
+            "without that. Export the weights alone (activations=False) or dequantized (format='bf16')"
+        )
+    return chosen

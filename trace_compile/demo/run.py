@@ -34,6 +34,7 @@ from trace_compile.demo.progress import Bars
 from trace_compile.demo.result import SCHEMA, DemoResult
 from trace_compile.demo.rollouts import sample
 from trace_compile.errors import TraceCompileError
+from trace_compile.numerics import PROFILES
 from trace_compile.recipes import get_recipe
 
 _SETTLE = 8  # supervised steps before the sweep's first weights
@@ -69,7 +70,7 @@ def run_demo(
         preset = replace(preset, rl=replace(preset.rl, steps=steps))
     if preset.rl.steps < 1 or not seeds or not arms:
         raise TraceCompileError(f"nothing to run: {preset.rl.steps} steps, seeds {list(seeds)}, arms {list(arms)}")
-    packing = [name for name in arms if _packs(name)]
+    packing = [name for name in arms if _exportable(name)]
     console, out, begin = console or Console(), Path(out), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     with Bars(console) as bars, tempfile.TemporaryDirectory() as scratch:
@@ -183,10 +184,12 @@ def _warm_start(
     return model, warm
 
 
-def _packs(name: str) -> bool:
-    """Whether the rollout of this recipe has packed weights to export."""
+def _exportable(name: str) -> bool:
+    """Whether engines can serve the rollout of this recipe: NVFP4 weights with floored scales, no residual."""
     rollout = get_recipe(name).rollout
-    return rollout is not None and rollout.weight is not None
+    if rollout is None or rollout.weight is None or (rollout.act is not None and rollout.act.residual is not None):
+        return False
+    return rollout.weight.fmt == "nvfp4" and PROFILES[rollout.weight.profile].power_of_two
 
 
 def _range(bounds: tuple[int, int]) -> str:
