@@ -32,7 +32,7 @@ def test_the_most_used_experts_are_the_ones_to_keep() -> None:
         assert reports[-1].tokens == int((batch.attention[:, 1:] * batch.attention[:, :-1]).sum())
     most, least = reports
     assert most.full == least.full and most.full.max < 1e-4  # trainer and whole twin: the same arithmetic
-    assert 0 < most.pruning.mean < 0.5 * least.pruning.mean and most.pruned.k3 < least.pruned.k3
+    assert 0 < most.pruning.mean < 0.8 * least.pruning.mean and most.pruned.k3 < least.pruned.k3
 
 
 def test_the_tool_measures_every_share() -> None:
