@@ -35,6 +35,7 @@ def test_the_most_used_experts_are_the_ones_to_keep() -> None:
     assert 0 < most.pruning.mean < 0.8 * least.pruning.mean and most.pruned.k3 < least.pruned.k3
 
 
+@pytest.mark.slow
 def test_the_tool_measures_every_share() -> None:
     preset = PRESETS["micro"]
     model = trace_compile(sft.build_model(preset, 0), recipe="qat", compiler=preset.compiler)
