@@ -19,6 +19,27 @@ def expert_operand(scope: Scope, node: Node) -> str | None:
     return next((name for name in names if name), None)
 
 
+def weights_of(scope: Scope, node: Node) -> tuple[str, ...]:
+    """Dotted names of the parameters and buffers of those of a product's operands that are made of such alone."""
+    return tuple(name for operand in node.all_input_nodes for name in _made_of(scope, operand))
+
+
+def _made_of(scope: Scope, operand: Node) -> list[str]:
+    todo, seen, names = [operand], {operand}, list[str]()
+    while todo:
+        n = todo.pop()
+        root = origin(scope, n) if n.op == "placeholder" else None
+        if root is not None and _is_model_state(root):
+            names.append(dotted_name(root))
+        elif op_name(n) in _KEEPS_WEIGHTS or op_name(n) in ("getitem", "index_select"):
+            new = [a for a in n.all_input_nodes if a not in seen and _carries_weight(a)]
+            seen.update(new)
+            todo += new
+        else:
+            return []
+    return names
+
+
 _KEEPS_WEIGHTS = frozenset(
     (
         *("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "expand", "clone", "detach"),

@@ -25,7 +25,7 @@ from .dense import DenseGemm, DenseRows, dense_gemm
 from .experts import Gemm, expert_gemm, result_of
 from .graph import Scope, body_of, fake, line_of, op_name, same, same_shape, scopes, shape
 from .halves import Half, is_pre
-from .inventory import expert_operand, hidden_product
+from .inventory import expert_operand, hidden_product, weights_of
 from .loops import match_loops
 from .matching import Chosen, Dispatch, Match, Reject, Routed, Slots, Sorted, check_private, interior_of, param
 from .meaning import TOKEN_MAJOR, Meaning, PerPair, PerToken
@@ -84,7 +84,8 @@ def _match_level(scope: Scope) -> tuple[list[Match], list[NoMatch]]:
     order = {n: i for i, n in enumerate(scope.graph.nodes)}
     matches.sort(key=lambda match: order[match.output])
     return matches, [
-        replace(refused[n], where=refused[n].where or line_of(n)) for n in sorted(refused, key=order.__getitem__)
+        replace(refused[n], where=refused[n].where or line_of(n), weights=weights_of(scope, n))
+        for n in sorted(refused, key=order.__getitem__)
     ]
 
 

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..errors import NoMoERegionError
 from ..ops.weights import WeightLayout
 from .graph import Builder, fake, op_name, same_shape, scopes, shape
+from .linears import matches as named_by
 from .match_moe import match_moe
 from .matching import Chosen, Dispatch, Match, Pieces, Routed, Slots, Sorted
 from .meaning import Step
@@ -27,11 +28,12 @@ _UNSAFE_TO_DROP = ("rand", "bernoulli", "dropout", "multinomial", "normal")
 def outline(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
     """Replaces every region by ``moe_float``; records ``regions`` and ``unmatched`` in ``gm.meta``.
 
-    Raises ``NoMoERegionError`` when there is no region, or, in a strict mode, when one expert-shaped operation stays.
+    Raises ``NoMoERegionError`` when there is no region, or, in a strict mode, when one expert-shaped operation stays
+    that ``config.ignore`` does not name.
     """
     matches, unmatched = match_moe(gm)
     if matches or not config.include:  # else linear layers may be all there is
-        _check(matches, unmatched, config.strict)
+        _check(matches, [reason for reason in unmatched if not _is_ignored(reason, config)], config.strict)
     for match in matches:
         _replace(match)
     for scope in scopes(gm):
@@ -39,6 +41,14 @@ def outline(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> Grap
     gm.meta["regions"] = tuple(m.region for m in matches)
     gm.meta["unmatched"] = tuple(unmatched)
     return gm
+
+
+def _is_ignored(reason: NoMatch, config: Mode) -> bool:
+    """Whether ``ignore`` names every parameter of the operation, or its module."""
+    return bool(reason.weights) and all(
+        any(named_by(pattern, name) or named_by(pattern, name.rpartition(".")[0]) for pattern in config.ignore)
+        for name in reason.weights
+    )
 
 
 def _check(matches: list[Match], unmatched: list[NoMatch], strict: bool) -> None:
@@ -56,7 +66,7 @@ def _check(matches: list[Match], unmatched: list[NoMatch], strict: bool) -> None
     if unmatched and strict:
         raise NoMoERegionError(
             f"{len(matches)} region(s) found, but {len(unmatched)} expert-shaped operation(s) would be left as they "
-            f"are (strict=False allows that):{listed}"
+            f"are (ignore=[their modules] or strict=False allows that):{listed}"
         )
 
 

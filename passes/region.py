@@ -142,11 +142,13 @@ def keeps_quads(region: Region, scheme: MoEScheme, device: torch.device) -> bool
 
 @dataclass(frozen=True)
 class NoMatch:
-    """An expert-shaped operation that was left as it is: why, at which node, from which line of the model."""
+    """An expert-shaped operation that was left as it is: why, at which node, from which line of the model, and the
+    parameters that it multiplies by."""
 
     reason: str
     node: str
     where: str = ""
+    weights: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.node}: {self.reason}" + (f" ({self.where})" if self.where else "")

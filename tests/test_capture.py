@@ -113,6 +113,11 @@ def test_strict_refuses_what_it_does_not_understand_and_otherwise_lists_it() -> 
     (missed,) = report.unmatched
     assert "mixing" in missed.reason and "test_capture.py" in missed.where and missed.node == "einsum"
     assert "left as it is: einsum" in str(report)
+    ignoring = Compiled(module, Mode(scheme=None, ignore=("mix*",)))
+    ignoring(x)
+    assert ignoring.backend.reports[0].unmatched == report.unmatched and report.unmatched[0].weights == ("mixing",)
+    with pytest.raises(NoMoERegionError, match="mixing"):
+        Compiled(module, Mode(scheme=None, ignore=("block",)))(x)
 
 
 @pytest.mark.parametrize("strict", [False, True])

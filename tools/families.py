@@ -119,6 +119,13 @@ MODEL = {"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"}
 """Where the first causal model is not the one that holds the language model."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"ignore": ["*.o_a_proj"]},  # attention's output in groups: stacked matrices, but no experts
+    "inkling": {"ignore": ["*.shared_experts"]},  # every token takes all of them: nothing is routed
+}
+"""What ``trace_compile`` is to be told of a family."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family and the class that stands for it: its causal language model, where it has one.
@@ -130,6 +137,11 @@ class Family:
     module: str
     model: str
     changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords for ``trace_compile``."""
+        return OPTIONS.get(self.name, {})
 
     @property
     def model_class(self) -> Any:

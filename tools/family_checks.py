@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,13 @@ FLIPS = 2e-2
 """The same of quantized models: sums that differ in their last bit may round one element to another code."""
 
 
+NOTHING = "-"
+"""Of a cell: there is no such thing to check."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """One line of the support table. Cells are ``bitwise``, ``yes``, ``-`` (no such thing), or say what happens."""
+    """One line of the support table. Cells are ``bitwise``, ``yes``, ``NOTHING``, or say what happens."""
 
     family: str
     model: str
@@ -54,11 +59,12 @@ class Row:
 def check(family: Family) -> Row:
     """All checks of one family. Cells that depend on a failed one are ``-``."""
     torch._dynamo.reset()
-    found = dict.fromkeys(("regions", "layout", "activation", "identity", "training", "generation", "export"), "-")
+    found = dict.fromkeys((f.name for f in fields(Row)), NOTHING)
+    found |= {"family": family.name, "model": family.model}
     try:
         model = compiled(family, "bf16")
     except TraceCompileError as refusal:
-        return Row(family.name, family.model, **found | {"regions": f"refused: {short(refusal)}"})
+        return Row(**found | {"regions": refused(refusal)})
     regions = experts_of(model)
     found["regions"] = str(len(regions))
     found["layout"] = _one_of_all(layout, regions)
@@ -69,11 +75,11 @@ def check(family: Family) -> Row:
     if hasattr(trained, "generate"):
         found["generation"] = _verdict(lambda: generation(trained))
     found["export"] = _verdict(lambda: export(trained))
-    return Row(family.name, family.model, **found)
+    return Row(**found)
 
 
 def compiled(family: Family, recipe: str, **options: Any) -> Any:
-    options = dict[str, Any](compiler="eager", last=1.0, example_inputs=inputs(family)) | options
+    options = dict[str, Any](compiler="eager", last=1.0, example_inputs=inputs(family)) | family.options | options
     with quiet():
         return trace_compile(family.build(), recipe=recipe, **options)
 
@@ -110,7 +116,8 @@ def results(run: Any, model: nn.Module, arguments: dict[str, Tensor]) -> dict[st
         loss = loss + auxiliary
     loss.backward()
     found = {"logits": logits.detach(), "loss": loss.detach()}
-    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    named = model.named_parameters(remove_duplicate=False)
+    return found | {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def identity(family: Family, model: Any) -> str:
@@ -194,7 +201,7 @@ def reference_results(family: Family, regions: tuple[Region, ...]) -> dict[str, 
     quantized: dict[str, Tensor] = {}
     for region in regions:
         for which in region.weights:
-            quantized |= quantized_parameters(region, which, dict(model.named_parameters()))
+            quantized |= quantized_parameters(region, which, dict(model.named_parameters(remove_duplicate=False)))
     owners = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in quantized}
 
     def run(**arguments: Any) -> Any:
@@ -290,10 +297,13 @@ def layout(region: MoERegion) -> str:
     return ", ".join(words)
 
 
-def short(error: Exception) -> str:
-    """The first sentence of a message, on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+def refused(error: TraceCompileError) -> str:
+    """The error and the first reason that it gives, without the paths of this machine."""
+    text = re.sub(r"/[^ ]*/transformers/", "", str(error))
+    _, _, reasons = text.partition("\n  - ")
+    if reasons:
+        text = reasons.partition("\n")[0]
+    return f"refused: {type(error).__name__}: {' '.join(text.split())}"
 
 
 def _one_of_all(words: Callable[[MoERegion], str], regions: tuple[MoERegion, ...]) -> str:
@@ -304,7 +314,7 @@ def _verdict(run: Callable[[], str]) -> str:
     try:
         return run()
     except TraceCompileError as refusal:
-        return f"refused: {short(refusal)}"
+        return refused(refusal)
 
 
 @contextlib.contextmanager

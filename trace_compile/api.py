@@ -62,7 +62,8 @@ def trace_compile(
         include: patterns of linear layers to quantize like the experts, by module name: a name, a shell wildcard
             (``"*.shared_expert.*"``, ``"*_proj"``), or ``"re:"`` and a regular expression. Routers, gates, output heads
             and layers tied to an embedding are taken only where a pattern is their very name.
-        ignore: patterns of layers that stay as they are, whatever ``include`` says.
+        ignore: patterns of layers that stay as they are, whatever ``include`` says; an expert-shaped operation whose
+            modules they name is no error.
 
     Raises:
         UnknownRecipeError, NoMoERegionError, GraphCaptureError; each names what was found and what to do.

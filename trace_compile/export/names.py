@@ -30,7 +30,12 @@ def hub_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     """
     if not isinstance(model, PreTrainedModel) or not state:
         return dict(state)
-    return revert_weight_conversion(model, dict(state))
+    try:
+        return revert_weight_conversion(model, dict(state))
+    except ValueError as error:  # conversions that join parameters of several modules want them all at once
+        raise ExportError(
+            f"transformers' conversion of {type(model).__name__} cannot name {next(iter(state))} by itself: {error}"
+        ) from error
 
 
 def other_state(model: nn.Module, experts: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
