@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.tiny import prompts, qwen3
 from trace_compile import trace_compile
+from trace_compile.errors import ExportError
 from trace_compile.model import session_of
 
 BATCH = {**prompts(), "use_cache": False}
@@ -99,6 +101,49 @@ def test_training_only_adapters_leaves_the_experts_packed_as_they_are() -> None:
         }
         optimizer.zero_grad()
     assert losses[-1] < losses[0] and session_of(base).weights.pack_count == packs
+
+
+def on_experts(base: Any) -> Any:
+    """PEFT's adapters on both stacked expert parameters."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(target_modules=[], target_parameters=names, r=2, init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+def test_adapters_on_experts_are_packed_with_what_they_adapt(tmp_path: Path) -> None:
+    """Logits of the merged model, gradients that the chain rule gives from its own, a twin that follows at refit."""
+    plain = on_experts(qwen3(num_hidden_layers=1)).merge_and_unload().requires_grad_(True)
+    merged = trace_compile(plain, recipe="qat")
+    base = trace_compile(qwen3(num_hidden_layers=1), recipe="qat")
+    rollout = base.rollout(copy=True)
+    adapted = on_experts(base)
+    loss, expected = loss_of(adapted), loss_of(merged)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 4 and all(
+        "lora_" in n and p.grad is not None and p.grad.norm() > 0 for n, p in trained.items()
+    )
+    assert all(p.grad is None for n, p in adapted.named_parameters() if n not in trained)
+    experts = merged.model.layers[0].mlp.experts
+    for wrapper in (m for m in adapted.modules() if type(m).__name__ == "ParamWrapper"):
+        factors = [wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight]
+        whole = getattr(experts, wrapper.parameter_name).grad
+        wanted = torch.autograd.grad(wrapper.get_delta_weight("default"), factors, whole)
+        for factor, grad in zip(factors, wanted, strict=True):
+            torch.testing.assert_close(factor.grad, grad)
+
+    (region,) = base.explain().regions
+    assert region.w13.computed and region.w2.computed and region.fed == ()
+    with torch.no_grad():
+        assert not torch.equal(rollout(**BATCH).logits, adapted(**BATCH).logits)
+        rollout.refit()
+        assert torch.equal(rollout(**BATCH).logits, adapted(**BATCH).logits)
+    with pytest.raises(ExportError, match="computed from several parameters; merge adapters first"):
+        base.export(tmp_path / "out")
 
 
 def test_state_dicts_are_the_untouched_models(model: Any) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from trace_compile.adapters import capturable_adapters
 from trace_compile.capture import Backend, CompileReport, capturing
 from trace_compile.passes.mode import Mode
 from trace_compile.runtime import Call, GraphRuntime
@@ -54,7 +55,8 @@ class Engine:
         _install_output_hooks(module, kwargs)
         self.runtime.device = next((p.device for p in module.parameters()), self.runtime.device)
         entry, _ = self._entry(mode)
-        with self.runtime.calling(call), capturing(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        limit = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+        with self.runtime.calling(call), capturing(), capturable_adapters(), limit:
             return entry(module, *args, **kwargs)
 
     def _entry(self, mode: Mode) -> tuple[Callable[..., Any], Backend]:
