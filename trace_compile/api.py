@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trace_compile.capture import COMPILERS
 from trace_compile.errors import TraceCompileError
 from trace_compile.model import ATTRIBUTE, attach, session_of
 from trace_compile.passes.mode import Unquantized
@@ -18,6 +17,8 @@ from trace_compile.recipes import Recipe, get_recipe
 from trace_compile.session import Options
 
 logger = logging.getLogger("trace_compile")
+
+COMPILERS = ("eager", "aot_eager", "inductor")
 
 
 def trace_compile(
@@ -44,10 +45,9 @@ def trace_compile(
             ``experts_implementation="grouped_mm"``, because the eager per-expert loop cannot be captured.
         recipe: name or ``Recipe``; see ``trace_compile.recipes``.
         strict: every expert-shaped operation must be rewritten, else ``NoMoERegionError``; ``False`` reports the rest.
-        compiler: what compiles the rewritten graphs: ``"inductor"``, its modes ``"reduce-overhead"`` (CUDA graphs) and
-            ``"max-autotune"``, ``"aot_eager"`` or ``"eager"``. Default: chosen at each compilation by where the model
-            then is: ``"inductor"`` on GPUs, ``"eager"`` on CPUs, where Inductor takes tens of seconds per graph and the
-            expert ops dominate anyway.
+        compiler: what compiles the rewritten graphs: ``"inductor"``, ``"aot_eager"`` or ``"eager"``. Default: chosen at
+            each compilation by where the model then is: ``"inductor"`` on GPUs, ``"eager"`` on CPUs, where Inductor
+            takes tens of seconds per graph and the expert ops dominate anyway.
         last: share of the layers, counted from the end, whose outcome is recorded and replayed (TRACE: 0.5).
         max_staleness: oldest record, in weight versions, that guidance may use.
         replay_routing: guided forwards also take the rollout's expert ids, with gates from their own logits (R3).

@@ -1,4 +1,4 @@
-"""The command line: ``trace-compile demo``.
+"""The command line: ``trace-compile demo`` and ``trace-compile inspect``.
 
 A user's mistake ends in one line and exit code 1; ``--debug`` shows the traceback. Anything else that goes wrong is a
 bug and shows its traceback anyway.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -77,6 +77,51 @@ def demo(
         processes=processes or default_processes(chosen, len(names)),
         console=Console(),
     )
+
+
+@app.command("inspect")
+def inspect_path(
+    path: Annotated[Path, typer.Argument(help="A checkpoint or program folder, a trace file or folder.")],
+    reference: Annotated[
+        Path | None, typer.Option(help="A checkpoint of the same weights to compare packed matrices with.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
+) -> None:
+    """Say what a checkpoint, program or trace holds and what is wrong with it. Exit code 1 if something is."""
+    from trace_compile.inspecting import inspect
+
+    found = inspect(path, reference=reference)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        console = Console(soft_wrap=True)
+        console.print(f"{found.path}: {found.kind}", markup=False, highlight=False)
+        _print_facts(console, found.facts)
+        for problem in found.problems:
+            style = "bold red" if problem.severity == "error" else "yellow"
+            console.print(f"{problem.severity}: {problem.text}", style=style, markup=False, highlight=False)
+        if not found.problems:
+            console.print("no problems found", style="green")
+    if found.failed(strict=strict):
+        raise typer.Exit(1)
+
+
+def _print_facts(console: Console, facts: dict[str, Any], indent: str = "  ") -> None:
+    """Nested facts as indented lines; a histogram gets bars."""
+    for name, value in facts.items():
+        if isinstance(value, dict) and value and all(type(count) is int for count in value.values()):
+            console.print(f"{indent}{name}", markup=False, highlight=False)
+            top = max(value.values())
+            for key, count in value.items():
+                bar = "█" * max(round(30 * count / top), 1 if count else 0) if top else ""
+                console.print(f"{indent}  {key:>10} {count:>12,} {bar}", markup=False, highlight=False)
+        elif isinstance(value, dict):
+            console.print(f"{indent}{name}", markup=False, highlight=False)
+            _print_facts(console, value, indent + "  ")
+        else:
+            text = f"{value:.6g}" if isinstance(value, float) else value
+            console.print(f"{indent}{name}: {text}", markup=False, highlight=False)
 
 
 def _integers(text: str) -> list[int]:

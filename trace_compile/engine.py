@@ -31,7 +31,7 @@ class Engine:
     Args:
         forward: the original class's forward function, taking the module first.
         runtime: resolves feeds and receives emits.
-        compiler: what compiles the rewritten graph: one of ``capture.COMPILERS``; None: by the device
+        compiler: what compiles the rewritten graph: ``"inductor"``, ``"aot_eager"`` or ``"eager"``; None: by the device
             where the module is when a graph is first needed, for models are moved.
     """
 
@@ -64,7 +64,7 @@ class Engine:
         key = (mode, compiler)
         if key not in self._entries:
             backend = Backend(mode, self.runtime, compiler=compiler, **self._options)
-            compiled = torch.compile(_own_code(self._forward), backend=backend, fullgraph=True, dynamic=True)
+            compiled = torch.compile(own_code(self._forward), backend=backend, fullgraph=True, dynamic=True)
             self._entries[key] = (compiled, backend)
         return self._entries[key]
 
@@ -80,7 +80,7 @@ class Engine:
         return {mode: len(reports) for mode, reports in self.reports.items()}
 
 
-def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` behind a function whose code object nobody else has."""
 
     def entry(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from trace_compile.export import (
     RegionWeights,
     export_checkpoint,
 )
+from trace_compile.export.experts import check_experts
 from trace_compile.export.formats import checkpoint_format
 from trace_compile.ops.scheme import MoEScheme
 from trace_compile.ops.weights import Packed, joined
+from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import LinearRegion, Region
+from trace_compile.programs import PROGRAM_FORMATS, Rollout, export_program
 from trace_compile.session import Session
 from trace_compile.state.origins import Provenance
 
@@ -145,16 +148,46 @@ def export_model(
     """Write the current weights to the folder ``path`` as the rollout would compute with them.
 
     Args:
-        format: ``"compressed-tensors"``, ``"modelopt"``, or ``"bf16"`` (dequantized; exact, loads anywhere).
-        activations: also declare quantized activations (W4A4). Default: what the recipe's rollout does.
-        options: ``tokenizer``, ``overwrite``, ``dtype``, ``max_shard_bytes``; see ``export_checkpoint``.
+        format: a checkpoint, ``"compressed-tensors"``, ``"modelopt"`` or ``"bf16"`` (dequantized; exact, loads
+            anywhere), or a program: ``"pt2"`` (torch.export), ``"aoti"`` (AOTInductor) or ``"onnx"``.
+        activations: also quantize activations (W4A4). Default: what the recipe's rollout does.
+        options: of checkpoints ``tokenizer``, ``overwrite``, ``dtype``, ``max_shard_bytes``, see ``export_checkpoint``;
+            of programs ``form``, ``tokenizer``, ``overwrite``, see ``export_program``.
 
     Raises:
-        ExportError: the recipe packs no weights, or W4A4 is asked for before a trace gave input scales.
+        ExportError: the recipe packs no weights, W4A4 is asked for before a trace gave input scales, or the model
+            cannot be written as a program.
         NonFiniteWeightError, UnknownFormatError: see ``export_checkpoint``. Nothing is written then.
     """
     activations = _activations(experts, format, activations)
+    if format in PROGRAM_FORMATS:
+        return export_program(rollout_of(experts, model, activations), Path(path), format=format, **options)
     return export_checkpoint(model, experts, Path(path), format=format, activations=activations, **options)
+
+
+def rollout_of(experts: SessionExperts, model: nn.Module, activations: bool) -> Rollout:
+    """What a program of ``model`` is captured from. Packs every region now, and checks it as an export does."""
+    session = experts.session
+    scheme = replace(experts.scheme, act=experts.scheme.act if activations else None)
+    if scheme.act is not None and session.recipe.outer == "traced":
+        if not session.outer:
+            raise ExportError("no input scales: trace, refit, then export; or pass activations=False")
+        scheme = replace(scheme, act=replace(scheme.act, outer="traced"))
+    packed: dict[tuple[str, str], Packed] = {}
+    for region, item in zip(session.quantized_regions(), experts, strict=True):
+        check_experts(item, activations=False)
+        tensors = item.tensors().values()
+        packed |= {(region.name, which): t.packed for which, t in zip(region.weights, tensors, strict=True)}
+    options = session.options
+    mode = Mode(
+        scheme=scheme,
+        unquantized=options.unquantized,
+        strict=options.strict,
+        include=options.include,
+        ignore=options.ignore,
+    )
+    forward = session.cls.forward
+    return Rollout(model, forward, mode, packed, session.outer, session.sites())
 
 
 def stream_weights(

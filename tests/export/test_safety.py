@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.export.models import EXPERTS, build, digest, logits, pack_model, tensors
 from trace_compile.clone import subclass
 from trace_compile.errors import ExportError, NonFiniteWeightError, UnknownFormatError
 from trace_compile.export import ExpertWeights, export_checkpoint, verify_checkpoint, writer
 from trace_compile.export import checkpoint as checkpoint_module
+from trace_compile.ops import weights
 from trace_compile.ops.scheme import W4A16, MoEScheme, OperandScheme
 
 
@@ -56,31 +60,82 @@ def test_export_leaves_the_model_alone(tmp_path: Path) -> None:
     assert {name: parameter._version for name, parameter in model.named_parameters()} == versions
 
 
+class PackedOnTheFly:
+    """Experts of a model, packed region by region at each iteration."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[ExpertWeights]:
+        for layer, block in enumerate(self.model.model.layers):
+            (item,) = pack_model(block)
+            prefix = f"model.layers.{layer}."
+            yield dataclasses.replace(
+                item,
+                region=prefix + item.region,
+                gate_up=dataclasses.replace(item.gate_up, name=prefix + item.gate_up.name),
+                down=dataclasses.replace(item.down, name=prefix + item.down.name),
+            )
+
+
 def test_regions_are_packed_one_after_another(tmp_path: Path) -> None:
     """Experts that are packed on the fly: no more than the region at hand and the one before it are alive."""
     model = build(num_hidden_layers=6)
     alive: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
     most = 0
 
-    class Lazy:
+    class Lazy(PackedOnTheFly):
         def __iter__(self) -> Iterator[ExpertWeights]:
             nonlocal most
-            for layer in range(6):
-                (item,) = pack_model(model.model.layers[layer])
-                item = dataclasses.replace(
-                    item,
-                    region=f"model.layers.{layer}.{item.region}",
-                    gate_up=dataclasses.replace(item.gate_up, name=f"model.layers.{layer}.{item.gate_up.name}"),
-                    down=dataclasses.replace(item.down, name=f"model.layers.{layer}.{item.down.name}"),
-                )
+            for item in super().__iter__():
                 alive.add(item)
                 most = max(most, len(alive))
                 yield item
 
-    export_checkpoint(model, Lazy(), tmp_path / "lazy", format="compressed-tensors", activations=True)
+    export_checkpoint(model, Lazy(model), tmp_path / "lazy", format="compressed-tensors", activations=True)
     assert most == 2
     export_checkpoint(model, pack_model(model), tmp_path / "list", format="compressed-tensors", activations=True)
     assert digest(tmp_path / "lazy") == digest(tmp_path / "list")
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that were alive at once in tensors made while it is on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in model.state_dict().values()}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            if tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("fmt, layers_of_memory", [("compressed-tensors", 1.0), ("modelopt", 1.0), ("bf16", 2.0)])
+def test_memory_beside_the_model_is_that_of_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, layers_of_memory: float
+) -> None:
+    """Packing, writing and verifying, whatever the number of layers; a bf16 layer is the unit. A dense checkpoint needs
+    a second one, since transformers copies where it splits a stacked parameter."""
+    monkeypatch.setattr(weights, "CHUNK", 4096)  # two experts of this model
+    peaks = []
+    for layers in (2, 5):
+        model = build(num_hidden_layers=layers, num_experts=32).to(torch.bfloat16)
+        live = Live(model)
+        with live:
+            export_checkpoint(model, PackedOnTheFly(model), tmp_path / f"{layers}", format=fmt, activations=False)
+        peaks.append(live.peak)
+    layer = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())
+    assert peaks[0] == peaks[1] <= layers_of_memory * layer
 
 
 def test_tokenizer_is_saved_beside(tmp_path: Path) -> None:
@@ -138,7 +193,7 @@ def test_profiles_whose_scales_a_format_cannot_hold_are_refused(tmp_path: Path) 
     model = build(num_hidden_layers=1)
     scheme = MoEScheme(OperandScheme(profile="fp32", outer="expert"), None)
     experts = pack_model(model, scheme, inputs=None)
-    with pytest.raises(ExportError, match="not exact in bf16"):
+    with pytest.raises(ExportError, match="not exact in bfloat16"):
         export_checkpoint(model, experts, tmp_path / "bf16", format="bf16", activations=False)
     # Where the outer scale is stored as it is, any scale goes.
     export_checkpoint(model, experts, tmp_path / "modelopt", format="modelopt", activations=False)

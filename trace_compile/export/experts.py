@@ -69,9 +69,27 @@ class ExpertTensor:
             return experts * rows, 2 * half
         return (experts, 2 * half, rows) if self.layout.transposed else (experts, rows, 2 * half)
 
-    def parameter(self) -> Tensor:
-        """Float32, in the parameter's own layout: the values that the training graph's forward multiplies with."""
-        return self.layout.parameter(self.packed.dequantize(fmt=FORMAT))
+    def expert(self, index: int) -> Tensor:
+        """Float32 canonical [N, K] of one expert: the values that the training graph's forward multiplies with."""
+        part = slice(index, index + 1)
+        packed = Packed(self.packed.codes[part], self.packed.scales[part], self.packed.outer[part])
+        return packed.dequantize(fmt=FORMAT)[0]
+
+    def parameter(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All experts in the parameter's own layout, filled one by one.
+
+        Raises ExportError where a value is not exact in ``dtype``.
+        """
+        found = torch.empty(self.parameter_shape, dtype=dtype, device=self.packed.codes.device)
+        experts, layout = self.packed.codes.shape[0], replace(self.layout, experts=None)
+        targets = found if self.layout.experts is None else found.unflatten(0, (experts, -1))
+        for index, target in enumerate(targets):
+            values = layout.parameter(self.expert(index)[None])[0]
+            target.copy_(values)
+            if not torch.equal(target.float(), values):
+                name = str(dtype).removeprefix("torch.")
+                raise ExportError(f"{self.name}: dequantized values are not exact in {name}; pack with profile pow2")
+        return found
 
     def cpu(self) -> ExpertTensor:
         """The same on the CPU; nothing is copied if it is there."""

@@ -105,8 +105,8 @@ class ModelStream:
                 prefix = modules[matrix.projection].format(matrix.expert)
                 yield from self.fmt.tensors(prefix, matrix, activations=self.activations)
             return
-        weights = {name: _exact_bf16(name, value) for name, value in item.parameters().items()}
-        yield from hub_state(self.model, weights).items()
+        for tensor in item.tensors().values():
+            yield from hub_state(self.model, item.split(tensor, tensor.parameter(torch.bfloat16))).items()
 
 
 def _plan(model: nn.Module, item: RegionWeights, activations: bool) -> Region:
@@ -131,10 +131,3 @@ def _plan(model: nn.Module, item: RegionWeights, activations: bool) -> Region:
         packed=packed,
         weights=sum(2 * tensor.packed.codes.numel() for tensor in item.tensors().values()),
     )
-
-
-def _exact_bf16(name: str, weight: Tensor) -> Tensor:
-    rounded = weight.to(torch.bfloat16)
-    if not torch.equal(rounded.float(), weight):
-        raise ExportError(f"{name}: dequantized values are not exact in bf16; pack with profile pow2")
-    return rounded

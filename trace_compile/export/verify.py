@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trace_compile.errors import ExportError
 from trace_compile.export.checks import find_problems
-from trace_compile.export.experts import FORMAT, RegionWeights
+from trace_compile.export.experts import RegionWeights
 from trace_compile.export.opened import Checkpoint
 
 _SHOWN = 10
@@ -113,25 +113,25 @@ def _compare(checkpoint: Checkpoint, item: RegionWeights, problems: list[str]) -
         problems.append(f"{item.region}: exported as {entry}, compared with {item.num_experts} of {item.scheme.key}")
         return 0
     stacked = entry["stacked"] if not checkpoint.format.packed else {}
-    values = {key: tensor.packed.dequantize(fmt=FORMAT) for key, tensor in item.tensors().items()}
     compared = 0
-    for key, name in stacked.items():
-        stored, expected = checkpoint.tensor(name).float(), item.tensors()[key].parameter()
-        if stored.shape != expected.shape:  # families differ in which way round they store stacked experts
-            stored = stored.transpose(1, 2)
-        if not _same_bits(stored, expected):
-            problems.append(f"{name} differs from the training graph's values")
-        compared += item.num_experts * sum(source is item.tensors()[key] for source, _ in item.projections().values())
-    for projection, (tensor, rows) in item.projections().items():
-        key = next(key for key, owner in item.tensors().items() if owner is tensor)
-        if key in stacked:
-            continue
+    for key, tensor in item.tensors().items():
+        projections = {p: rows for p, (owner, rows) in item.projections().items() if owner is tensor}
+        stack = checkpoint.tensor(stacked[key]) if key in stacked else None
+        if stack is not None and tuple(stack.shape) != tensor.parameter_shape:
+            stack = stack.transpose(1, 2)  # families differ in which way round they store stacked experts
         for expert in range(item.num_experts):
-            module = entry["modules"][projection].format(expert)
-            read, right = READERS[checkpoint.format.name](checkpoint, module), values[key][expert, rows]
-            if not _same_bits(read, right):
-                problems.append(f"{module} differs from the training graph's values{_likely_cause(read, right)}")
-            compared += 1
+            right = tensor.expert(expert)
+            compared += len(projections)
+            if stack is not None:
+                if not _same_bits(stack[expert].float(), tensor.layout.parameter(right[None])[0]):
+                    problems.append(f"{stacked[key]}: expert {expert} differs from the training graph's values")
+                continue
+            for projection, rows in projections.items():
+                module = entry["modules"][projection].format(expert)
+                read, expected = READERS[checkpoint.format.name](checkpoint, module), right[rows]
+                if not _same_bits(read, expected):
+                    cause = _likely_cause(read, expected)
+                    problems.append(f"{module} differs from the training graph's values{cause}")
     return compared
 
 

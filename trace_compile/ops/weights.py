@@ -29,6 +29,10 @@ def joined(master: Master) -> Tensor:
     return torch.cat(master) if isinstance(master, tuple) else master
 
 
+CHUNK = 1 << 25
+"""Elements that are quantized together."""
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """How a model stores an expert parameter: ``transposed`` is ``[E, K, N]``, ``interleaved`` alternates gate and up
@@ -117,39 +121,48 @@ PACKERS: list[Packer] = []
 def pack_experts(param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, name: str = "weight") -> Packed:
     """Quantizes a whole expert parameter from its own dtype (widened to float32, which loses nothing).
 
-    ``name`` is the parameter's, for messages. Raises :class:`NonFiniteWeightError` (name, first expert, how many) and
-    :class:`BlockSizeError`, both before anything is written.
+    Some experts at a time: beyond the result it takes a few float32 copies of at most ``CHUNK`` elements (or of one
+    expert). ``name`` is the parameter's, for messages. Raises :class:`NonFiniteWeightError` (name, first expert, how
+    many) and :class:`BlockSizeError`, both before anything is written.
     """
-    canonical = layout.canonical(param.detach())
+    weight = layout.canonical(param.detach())
     for packer in PACKERS:
-        packed = packer(canonical, scheme)
+        packed = packer(weight, scheme)
         if packed is not None:
             return packed
-    weight = canonical.float().contiguous()
     fmt = format_of(scheme.fmt)
     if fmt.element.bits != 4:
         raise UnknownFormatError(f"experts can be packed in 4-bit formats, not {scheme.fmt!r}")
     whole_blocks(fmt.block, **{f"{name}'s reduction dimension": weight.shape[-1]})
-    finite = torch.isfinite(weight).flatten(1)
+    finite = torch.cat([torch.isfinite(part).flatten(1).all(1) for part in _some(weight)])
     if not bool(finite.all()):
-        bad = (~finite).sum(1)
-        first = int(bad.nonzero()[0, 0])
+        first = int((~finite).nonzero()[0, 0])
         raise NonFiniteWeightError(
-            f"{name}: expert {first} holds {int(bad[first])} NaN or Inf values;"
-            f" {int((bad > 0).sum())} expert(s) hold some and nothing was packed. Restore the parameter first"
+            f"{name}: expert {first} holds {int((~torch.isfinite(weight[first])).sum())} NaN or Inf values;"
+            f" {int((~finite).sum())} expert(s) hold some and nothing was packed. Restore the parameter first"
         )
     return _pack(weight, scheme)
 
 
+def _some(weight: Tensor) -> tuple[Tensor, ...]:
+    """``weight [E, N, K]`` a few experts at a time."""
+    return weight.split(max(1, CHUNK // max(math.prod(weight.shape[1:]), 1)))
+
+
 def _pack(weight: Tensor, scheme: OperandScheme) -> Packed:
-    """Of canonical float32 ``[E, N, K]``. A block with NaN or Inf gets the NaN scale."""
+    """Of canonical ``[E, N, K]``. A block with NaN or Inf gets the NaN scale."""
     fmt = format_of(scheme.fmt)
-    largest = amax(weight.flatten(1), -1)
+    parts = _some(weight)
+    largest = torch.cat([amax(part.flatten(1), -1) for part in parts])
     if scheme.outer == "tensor":
         largest = largest.amax().expand_as(largest)
     outer = outer_scale(largest, scheme.fmt, scheme.profile) if fmt.outer else torch.ones_like(largest)
-    codes, scales = quantize_blocks(weight, outer[:, None], scheme.fmt, scheme.profile)
-    return Packed(pack_nibbles(codes), scales, outer)
+    found = []
+    for part, scale in zip(parts, outer.split(len(parts[0]))):
+        codes, scales = quantize_blocks(part.float().contiguous(), scale[:, None], scheme.fmt, scheme.profile)
+        found.append((pack_nibbles(codes), scales))
+    codes, scales = (torch.cat(list(t)) if len(found) > 1 else t[0] for t in zip(*found))
+    return Packed(codes, scales, outer)
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ def _packed_fake(o: PackOperands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _packed_body(o: PackOperands) -> tuple[Tensor, Tensor, Tensor]:
-    packed = _pack(o.weight.float(), OperandScheme.parse(o.scheme))
+    packed = _pack(o.weight, OperandScheme.parse(o.scheme))
     return packed.codes, packed.scales, packed.outer
 
 
