@@ -75,7 +75,8 @@ def test_T01_every_layers_experts_are_quantized_and_packed(make: Callable[[], An
     explanation = model.explain()
     assert [r.name for r in explanation.regions] == [f"model.layers.{i}.mlp.experts" for i in range(layers)]
     assert explanation.unmatched == ()
-    twin = model.rollout().__dict__["_trace_compile_twin"]
+    rollout = model.rollout()
+    twin = rollout.__dict__["_trace_compile_twin"]
     weights = {n: p for n, p in model.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))}
     assert set(twin.experts) == set(weights)
     bits = 8 * sum(p.nbytes for p in twin.experts.values()) / sum(p.numel() for p in weights.values())
@@ -184,7 +185,8 @@ def test_S01_widths_that_are_no_multiple_of_128() -> None:
     code on the dequantized weights."""
     odd = {"hidden_size": 80, "moe_intermediate_size": 48, "num_experts": 6, "num_hidden_layers": 1}
     model = trace_compile(qwen3(**odd), recipe="w4a16")
-    twin = model.rollout().__dict__["_trace_compile_twin"]
+    rollout = model.rollout()
+    twin = rollout.__dict__["_trace_compile_twin"]
     plain = qwen3(**odd)
     plain.set_experts_implementation("grouped_mm")
     with torch.no_grad():
@@ -294,7 +296,8 @@ def test_C04_ops_change_nothing_in_place() -> None:
     )
     torch.manual_seed(0)
     model = compiled(Grouped(), "qat")
-    twin = model.rollout().__dict__["_trace_compile_twin"]
+    rollout = model.rollout()
+    twin = rollout.__dict__["_trace_compile_twin"]
     fed = {n: [t.clone() for t in (p.codes, p.scales, p.outer)] for n, p in twin.experts.items()}
     x = torch.randn(6, H)
     kept = x.clone()
