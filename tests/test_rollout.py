@@ -175,7 +175,8 @@ def test_refit_is_all_or_nothing():
 
 def test_packed_experts_take_at_most_4_6_bits_per_weight():
     model = trace_compile(qwen3(), recipe="qat")
-    twin = model.rollout().__dict__["_trace_compile_twin"]
+    rollout = model.rollout()
+    twin = rollout.__dict__["_trace_compile_twin"]
     packed = sum(packed.nbytes for packed in twin.experts.values())
     weights = sum(p.numel() for p in experts_of(model))
     assert 8 * packed / weights <= 4.6
