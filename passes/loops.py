@@ -70,14 +70,11 @@ def match_loops(scope: Scope) -> tuple[list[Match], dict[Node, NoMatch]]:
         for layer in layers:
             of.define(layer.node, LayerRows(layer))
     for layers in families.values():
-        try:
-            experts = [_expert(of, layer) for layer in layers]
-        except _NoExpert:
-            continue
-        if not _routed(experts):
+        ups = [_layers_before(of, layer) for layer in layers]
+        if not all(map(_one_expert, ups, layers)) or not _routed([before[0].rows for before in ups], layers):
             continue
         try:
-            matches.append(_block(scope, experts))
+            matches.append(_block(scope, [_expert(of, layer) for layer in layers]))
         except Reject as reject:
             refused[layers[0].node] = reject.no_match
     return matches, refused
@@ -111,9 +108,7 @@ def _families(scope: Scope) -> Iterator[tuple[str, tuple[Layer, ...]]]:
 
 
 def _side_by_side(graph: Graph, layers: tuple[Layer, ...]) -> bool:
-    """Whether no layer reads another's result, and all have weights of one shape."""
-    if len({shape(layer.weight) for layer in layers}) > 1 or len({layer.bias is None for layer in layers}) > 1:
-        return False
+    """Whether no layer reads another's result."""
     ours = {layer.node for layer in layers}
     below: set[Node] = set()
     for node in graph.nodes:
@@ -126,13 +121,28 @@ def _side_by_side(graph: Graph, layers: tuple[Layer, ...]) -> bool:
     return True
 
 
-class _NoExpert(Exception):
-    """A layer is no expert's last one."""
+def _layers_before(of: Meaning, layer: Layer) -> list[Layer]:
+    """The layers whose results ``layer`` reads, through whatever is between."""
+    found: dict[Layer, None] = {}
+    todo, seen = [layer.rows], {layer.rows}
+    while todo:
+        node = todo.pop()
+        value = of(node)
+        if isinstance(value, LayerRows | Half):
+            found[(value.rows if isinstance(value, Half) else value).gemm] = None
+        else:
+            new = [a for a in node.all_input_nodes if a not in seen]
+            seen.update(new)
+            todo += new
+    return list(found)
+
+
+def _one_expert(before: list[Layer], layer: Layer) -> bool:
+    """Whether ``layer`` ends what layers of the same number began on the same rows."""
+    return {b.expert for b in before} == {layer.expert} and len({b.rows for b in before}) == 1
 
 
 def _expert(of: Meaning, down: Layer) -> _Expert:
-    if not isinstance(of(down.node), LayerRows):
-        raise _NoExpert
     read: list[Any] = []
 
     def translate(roles: dict[Node, str]) -> Activation:
@@ -148,9 +158,10 @@ def _expert(of: Meaning, down: Layer) -> _Expert:
                 return roles.get(value.gemm.node, "x")
             return None
 
-        program = Translator(leaf).program(down.rows, gated=bool(roles) or _halved(of, down.rows))
+        gated = bool(roles) or _halved(of, down.rows)
+        program = Translator(leaf).program(down.rows, gated=gated)
         if isinstance(program, NoMatch):
-            raise _NoExpert
+            raise Reject(down.node, f"activation of expert {down.expert} not understood: {program}")
         return program
 
     activation = translate({})
@@ -161,18 +172,18 @@ def _expert(of: Meaning, down: Layer) -> _Expert:
             ups = ups[::-1]
             activation = translate({ups[0].node: "gate", ups[1].node: "up"})
     elif len(ups) != 1:
-        raise _NoExpert
+        raise Reject(down.node, f"expert {down.expert} has {len(ups)} layers before its last, expected one or two")
     interleaved = {v.interleaved for v in read if isinstance(v, Half)}
-    if any(up.expert != down.expert for up in ups) or len(interleaved) > 1 or len({up.rows for up in ups}) != 1:
-        raise _NoExpert
+    if len(interleaved) > 1:
+        raise Reject(down.node, f"expert {down.expert} cuts its layer's result in two ways")
     return _Expert(ups, down, activation, interleaved == {True})
 
 
 def _halved(of: Meaning, node: Node) -> bool:
+    """Whether ``node`` is computed from halves of a layer's result."""
     todo, seen = [node], {node}
     while todo:
-        n = todo.pop()
-        value = of(n)
+        value = of(n := todo.pop())
         if isinstance(value, Half):
             return True
         if value is None:
@@ -182,12 +193,12 @@ def _halved(of: Meaning, node: Node) -> bool:
     return False
 
 
-def _routed(experts: list[_Expert]) -> bool:
+def _routed(rows: list[Node], layers: tuple[Layer, ...]) -> bool:
     """Whether these are experts: rows selected for each, or gates on each result."""
-    rows = [_source(expert.ups[0].rows) for expert in experts]
-    if len(set(rows)) == 1:
-        return all(_gated(expert.down.node) for expert in experts)
-    return len(set(rows)) == len(rows) and all(map(_selected, rows))
+    sources = [_source(node) for node in rows]
+    if len(set(sources)) == 1:
+        return all(_gated(layer.node) for layer in layers)
+    return len(set(sources)) == len(sources) and all(map(_selected, sources))
 
 
 def _source(node: Node) -> Node:
@@ -219,8 +230,10 @@ def _block(scope: Scope, experts: list[_Expert]) -> Match:
     for expert in experts[1:]:
         if expert.activation != first.activation or expert.interleaved != first.interleaved:
             raise Reject(expert.down.node, f"{name}: expert {expert.down.expert} has another activation than expert 0")
-        if [up.family for up in expert.ups] != [up.family for up in first.ups]:
-            raise Reject(expert.down.node, f"{name}: expert {expert.down.expert} is built otherwise than expert 0")
+        for layer, like in zip((*expert.ups, expert.down), (*first.ups, first.down), strict=False):
+            other = layer.family != like.family or (layer.bias is None) != (like.bias is None)
+            if len(expert.ups) != len(first.ups) or other or shape(layer.weight) != shape(like.weight):
+                raise Reject(layer.node, f"{name}: expert {layer.expert} is built otherwise than expert 0")
     (out, width), hidden = _sizes(first.down), _sizes(first.ups[0])[1]
     columns = sum(_sizes(up)[0] for up in first.ups)
     if out != hidden or first.activation.width(columns) != width:
