@@ -24,10 +24,11 @@ from trace_compile.kernels import codegen
 from trace_compile.kernels.dispatch import Tiles, combine, tiles_of
 from trace_compile.kernels.grouped_gemm import Epilogue, Rows, Weights, expert_gemm
 from trace_compile.kernels.launch import GemmLaunch, MoELaunch, moe_launch, target_of
+from trace_compile.kernels.observe import observed_by_slot
 from trace_compile.kernels.round_rows import round_rows
 from trace_compile.numerics.formats import FORMATS
 from trace_compile.ops.activation import Activation
-from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, Out, check, in_order
+from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, Out, check, in_order, native
 from trace_compile.ops.quads import in_quads, refuses_quads
 from trace_compile.ops.scheme import OperandScheme
 
@@ -36,8 +37,8 @@ def refuses(o: NvFp4MoEOperands) -> str | None:
     """Why these kernels do not run the op on these operands, or None."""
     if o.trains:
         return "runs inference; gradients need what it does not save"
-    if o.record != "none" or o.guidance != "none":
-        return "neither records nor takes guidance"
+    if o.guidance != "none" or o.diagnose:
+        return "takes no guidance"
     if o.x.device.type != "cuda":
         return f"needs a GPU, x is on {o.x.device.type}"
     if o.x.dtype != torch.bfloat16:
@@ -62,17 +63,17 @@ def _refuses_rows(act: OperandScheme) -> str | None:
 
 
 def forward(o: NvFp4MoEOperands, launch: MoELaunch | None = None) -> tuple[Tensor, ...]:
-    """The op's results; only ``Out.Y`` has elements. ``launch`` overrides the choice and changes no bit."""
+    """The op's results: ``Out.Y``, and what is recorded. ``launch`` overrides the choice and changes no bit."""
     check(o)
     with torch.cuda.device(o.x.device) if o.x.is_cuda else nullcontext():
-        return in_order({Out.Y: _forward(o, launch)}, o)
+        return in_order(_forward(o, launch), o)
 
 
-def _forward(o: NvFp4MoEOperands, launch: MoELaunch | None) -> Tensor:
+def _forward(o: NvFp4MoEOperands, launch: MoELaunch | None) -> dict[int, Tensor]:
     (tokens, hidden), (experts, _) = o.x.shape, o.shape13
     top_k = o.expert_ids.shape[1]
     if tokens == 0 or top_k == 0:
-        return o.x.new_zeros(tokens, hidden)
+        return dict(enumerate(native(o)))
     activation = Activation.parse(o.activation)
     plan = launch or moe_launch(tokens, top_k, experts, hidden, o.width, target_of(o.x.device))
     ids = o.expert_ids.contiguous()
@@ -81,7 +82,7 @@ def _forward(o: NvFp4MoEOperands, launch: MoELaunch | None) -> Tensor:
     x = _rows(o.x.contiguous(), o, 0, top_k)
     h = _hidden(x, Weights(o.c13, o.s13, o.g13, o.b13), tiles, plan.gate_up, activation)
     out = expert_gemm(_rows(h, o, 1, 1), Weights(o.c2, o.s2, o.g2, o.b2), down_tiles, plan.down)
-    return combine(out, o.gates, ids, experts)
+    return {int(Out.Y): combine(out, o.gates, ids, experts)} | observed_by_slot(o, h)
 
 
 def _rows(x: Tensor, o: NvFp4MoEOperands, which: int, top_k: int) -> Rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trace_compile.kernels import nvfp4
 from trace_compile.kernels.launch import target_of
-from trace_compile.kernels.quantize import QuantizedRows
+from trace_compile.kernels.quantize import QuantizedRows, quantize_rows
 from trace_compile.kernels.rows import on, row_warps
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, Out
 from trace_compile.ops.observe import BUCKETS, LOWEST_EXPONENT
@@ -42,6 +42,29 @@ def observed(
         tokens, routed = (Rows.unpack(q.packed, q.scales, q.outer, act.fmt) for q in (x, hq))
         found[Out.RECORD], found[Out.RECORD_OUTER] = row.record(tokens, routed, routing)
     return found
+
+
+def observed_by_slot(o: NvFp4MoEOperands, h: Tensor) -> dict[int, Tensor]:
+    """The same for rows ``h [S, I]`` numbered by slot, of which those of no expert were not written. Packs what is
+    recorded, which the GEMMs did not need."""
+    if o.record == "none":
+        return {}
+    ids, experts, act = o.expert_ids.reshape(-1), o.shape13[0], o.schemes.act
+    dropped = ((ids < 0) | (ids >= experts)).unsqueeze(-1)
+    slots = torch.arange(ids.shape[0], device=ids.device)
+    routing = Routing(slots, slots, slots // o.expert_ids.shape[1], ids, dropped, ids.new_empty(experts).int())
+    h = h.masked_fill(dropped, 0)
+    if act is None:
+        return observed(o, None, h, None, routing)
+    traced = act.outer == "traced"
+    outers = [o.outer_in[i : i + 1].float() if traced and o.outer_in is not None else None for i in (0, 1)]
+    return observed(o, per_row(o.x, outers[0]), h, per_row(h, outers[1]), routing)
+
+
+def per_row(rows: Tensor, outer: Tensor | None) -> QuantizedRows:
+    """``rows [M, K]`` quantized, with one outer scale a row, ``f32 [M]``, also where one is given for all, ``[1]``."""
+    q = quantize_rows(rows, outer)
+    return QuantizedRows(q.packed, q.scales, q.outer.expand(rows.shape[0]).contiguous())
 
 
 def _statistics(

@@ -71,8 +71,8 @@ def quantize_rows(
     scales = torch.empty(*leading, k // _FORMAT.block, dtype=torch.uint8, device=x.device)
     if flat.numel() == 0:
         return QuantizedRows(packed, scales, given.fill_(1.0) if outer is None else given)
-    if launch is None and _in_words(flat):
-        _quantize_words(flat, given, outer_stride, outer is None, (packed, scales), None)
+    if launch is None and in_words(flat):
+        quantize_words(flat, given, outer_stride, outer is None, (packed, scales), None)
         return QuantizedRows(packed, scales, given)
     plan = launch or launches.quantize_launch(rows, k, outer is None, launches.target_of(x.device))
     grid = (triton.cdiv(rows, plan.block_m), plan.splits)
@@ -106,16 +106,16 @@ def round_rows(x: Tensor, outer: Tensor | None = None, *, keep_outer: bool = Tru
     given, outer_stride = _outer_rows(x, outer)
     values = torch.empty_like(flat)
     if flat.numel():
-        _quantize_words(flat, given, outer_stride, outer is None, None, values, keep_outer)
+        quantize_words(flat, given, outer_stride, outer is None, None, values, keep_outer)
     return values.view(x.shape), given
 
 
-def _in_words(flat: Tensor) -> bool:
+def in_words(flat: Tensor) -> bool:
     """Whether the rows can be read in words of two elements."""
     return flat.dtype == torch.bfloat16 and flat.stride(0) % 2 == 0 and flat.data_ptr() % 4 == 0
 
 
-def _quantize_words(
+def quantize_words(
     flat: Tensor,
     outer: Tensor,
     outer_stride: int,
@@ -124,7 +124,9 @@ def _quantize_words(
     values: Tensor | None,
     keep_outer: bool = True,
     plan: launches.WordsLaunch | None = None,
+    top: Tensor | None = None,
 ) -> None:
+    """``top int32 [E]``: bits of the largest magnitudes of E equal parts of the rows are raised to what they are."""
     rows, k = flat.shape
     plan = plan or launches.words_launch(rows, k // _FORMAT.block, own, launches.target_of(flat.device))
     tiles = triton.cdiv(k // _FORMAT.block, plan.block_b)
@@ -136,9 +138,11 @@ def _quantize_words(
             scales,
             None if values is None else values.view(torch.int32),
             outer,
+            top,
             rows,
             flat.stride(0) // 2,
             outer_stride,
+            ROWS_PER_TOP=1 if top is None else rows // top.shape[0],
             BLOCKS=k // _FORMAT.block,
             OWN_OUTER=own,
             KEEP_OUTER=keep_outer,
@@ -235,9 +239,11 @@ def _quantize_words_kernel(
     scales_ptr,
     values_ptr,
     outer_ptr,
+    top_ptr,
     rows,
     words_stride,
     outer_stride,
+    ROWS_PER_TOP: tl.constexpr,
     BLOCKS: tl.constexpr,
     OWN_OUTER: tl.constexpr,
     KEEP_OUTER: tl.constexpr,
@@ -261,21 +267,23 @@ def _quantize_words_kernel(
         tl.store(outer_ptr + row, nvfp4.power_of_two(exponent), mask=in_rows)
     else:
         exponent = nvfp4.given_exponent(tl.load(outer_ptr + row * outer_stride, mask=in_rows, other=1.0))
+        if top_ptr is not None:
+            tl.atomic_max(top_ptr + row // ROWS_PER_TOP, tl.max(form.block_amax(w), axis=1), mask=in_rows)
     targets = (packed_ptr, scales_ptr, values_ptr)
     # Under its own outer scale no element of a row is beyond the codebook, but where that is the largest there is.
     if OWN_OUTER:
         if tl.max(exponent, axis=0) == nvfp4.OUTER_HIGHEST:
-            _write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+            write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
         else:
-            _write_blocks(w, exponent, row, block, here, targets, BLOCKS, False, KEEP_OUTER)
+            write_blocks(w, exponent, row, block, here, targets, BLOCKS, False, KEEP_OUTER)
     else:
-        _write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+        write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
     if OWN_OUTER and TILES > 1:
         for tile in range(1, TILES):
             more = tl.full([], tile, tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
             in_tile = in_rows[:, None] & (more < BLOCKS)[None, :]
             v = form.load_blocks(words, more, in_tile)
-            _write_blocks(v, exponent, row, more, in_tile, targets, BLOCKS, True, KEEP_OUTER)
+            write_blocks(v, exponent, row, more, in_tile, targets, BLOCKS, True, KEEP_OUTER)
 
 
 @triton.jit
@@ -285,7 +293,7 @@ def _tile_of_blocks(words, in_rows, tile, BLOCKS: tl.constexpr, BLOCK_B: tl.cons
 
 
 @triton.jit
-def _write_blocks(
+def write_blocks(
     w, exponent, row, block, here, targets, BLOCKS: tl.constexpr, CLAMP: tl.constexpr, KEEP_OUTER: tl.constexpr
 ):
     """Quantizes a tile of blocks; CLAMP unless no element is beyond the codebook."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from trace_compile.kernels import codegen
 from trace_compile.kernels.activate import Hidden, HiddenGrads, activate, activate_backward
 from trace_compile.kernels.guided import guide_rows
-from trace_compile.kernels.observe import observed
-from trace_compile.kernels.quantize import QuantizedRows, quantize_rows
+from trace_compile.kernels.observe import observed, per_row
+from trace_compile.kernels.quantize import QuantizedRows
 from trace_compile.kernels.routing import route, routing_of
 from trace_compile.kernels.rows import combine_rows, gather_rows, on, sum_rows, unpack_rows, unpack_weights, zero_unused
 from trace_compile.numerics.formats import FORMATS
@@ -162,8 +162,7 @@ def _guides(o: NvFp4MoEOperands, routing: Routing) -> tuple[Guide | None, Guide 
 
 def _quantized(rows: Tensor, outer: Tensor | None, guide: Guide | None) -> QuantizedRows:
     """With one outer scale a row, ``f32 [M]``."""
-    q = quantize_rows(rows, outer)
-    q = QuantizedRows(q.packed, q.scales, q.outer.expand(rows.shape[0]).contiguous())
+    q = per_row(rows, outer)
     if guide is not None:
         guide_rows(rows, q, guide)
     return q

@@ -156,3 +156,5 @@ def _replace(graph: Graph, node: Node, base: Node, position: dict[Node, int]) ->
     node.replace_all_uses_with(new)
     base.replace_all_uses_with(new, delete_user_cb=lambda user: position[user] > position[node])
     graph.erase_node(node)
+    if not new.users:  # nobody reads what was written
+        graph.erase_node(new)

@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
+import torch._inductor
 import torch._inductor.config
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -46,7 +48,8 @@ if importlib.util.find_spec("triton") is not None:  # torch brings it where ther
 
 __all__ = ["Backend", "CompileReport", "Mode", "Runtime", "capturing", "trace_compile_backend"]
 
-Compiler = Literal["eager", "aot_eager", "inductor"]
+COMPILERS = ("eager", "aot_eager", "inductor", "reduce-overhead", "max-autotune")
+"""The last three are Inductor in ``torch.compile``'s modes default, reduce-overhead and max-autotune."""
 Emits = dict[str, dict[str, Tensor]]
 
 
@@ -105,7 +108,7 @@ class Backend:
     Args:
         mode: what the graphs are for.
         runtime: resolves feeds, takes emits.
-        compiler: what compiles the rewritten graph. ``eager`` runs it as it is, autograd coming from the ops.
+        compiler: one of ``COMPILERS``. ``eager`` runs the rewritten graph as it is, autograd coming from the ops.
         dump_dir: where to write the graph before and after each pass, one folder per compilation.
         disabled_passes: names of passes to leave out.
 
@@ -118,12 +121,12 @@ class Backend:
         mode: Mode,
         runtime: Runtime,
         *,
-        compiler: Compiler | str = "eager",
+        compiler: str = "eager",
         dump_dir: str | Path | None = None,
         disabled_passes: Iterable[str] = (),
     ) -> None:
-        if compiler not in ("eager", "aot_eager", "inductor"):
-            raise GraphCaptureError(f"compiler {compiler!r}: use 'eager', 'aot_eager' or 'inductor'")
+        if compiler not in COMPILERS:
+            raise GraphCaptureError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
         self.mode = mode
         self.runtime = runtime
         self.compiler = compiler
@@ -141,7 +144,7 @@ class Backend:
         folder = self.dump_dir / f"graph{len(self.reports)}" if self.dump_dir is not None else None
         runner = PassRunner(PIPELINE, self.disabled_passes, folder)
         rewritten = runner.run(rewritten, example_inputs, config=self.mode)
-        call = _Call(rewritten, len(example_inputs), self.runtime)
+        call = _Call(rewritten, len(example_inputs), self.runtime, reused=self.compiler not in COMPILERS[:3])
         call.compiled = _compile(rewritten, [*example_inputs, *call.fake_feeds()], self.compiler)
         meta = rewritten.meta
         self.reports.append(
@@ -166,7 +169,10 @@ def _compile(gm: GraphModule, inputs: list[Any], compiler: str) -> Callable[...,
     # Fused elementwise chains keep bfloat16 values in float32 unless told to round where the model rounds: the
     # quantizers of two graphs, or of a compiled and an eager one, would then see different bits.
     with torch._inductor.config.patch(emulate_precision_casts=True):
-        return torch._dynamo.lookup_backend(compiler)(gm, inputs)  # type: ignore[return-value]
+        if compiler == "aot_eager":
+            return torch._dynamo.lookup_backend(compiler)(gm, inputs)  # type: ignore[return-value]
+        options = torch._inductor.list_mode_options(compiler) if compiler != "inductor" else None
+        return compile_fx(gm, inputs, config_patches=options)  # type: ignore[return-value]
 
 
 class _Call:
@@ -174,7 +180,8 @@ class _Call:
 
     compiled: Callable[..., Any]
 
-    def __init__(self, gm: GraphModule, inputs: int, runtime: Runtime) -> None:
+    def __init__(self, gm: GraphModule, inputs: int, runtime: Runtime, *, reused: bool) -> None:
+        self._reused = reused  # by the next call, where CUDA graphs are replayed
         self.feeds: tuple[Feed, ...] = gm.meta.get("feeds", ())
         self.emits: tuple[Emit, ...] = gm.meta.get("emits", ())
         self._runtime = runtime
@@ -202,7 +209,7 @@ class _Call:
             return results
         emitted: Emits = {}
         for emit, tensor in zip(self.emits, results[self._results :], strict=True):
-            emitted.setdefault(emit.kind, {})[emit.region] = tensor
+            emitted.setdefault(emit.kind, {})[emit.region] = tensor.clone() if self._reused else tensor
         self._runtime.emit(emitted)
         return results[: self._results]
 

@@ -72,8 +72,8 @@ TYPES |= {"u8": ("scales", "guide_scales", "payload", "hit", "dropped")}
 TRAINING: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], int]] = {
     "quantize": (
         quantize._quantize_words_kernel,
-        ("values_ptr",),
-        {"BLOCKS": K // 16, "OWN_OUTER": True, "KEEP_OUTER": True, "BLOCK_M": WORDS_PLAN.block_m}
+        ("values_ptr", "top_ptr"),
+        {"ROWS_PER_TOP": 1, "BLOCKS": K // 16, "OWN_OUTER": True, "KEEP_OUTER": True, "BLOCK_M": WORDS_PLAN.block_m}
         | {"BLOCK_B": WORDS_PLAN.block_b},
         WORDS_PLAN.num_warps,
     ),

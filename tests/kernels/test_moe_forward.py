@@ -74,6 +74,26 @@ def test_activations_biases_and_those_without_device_form(activation: Activation
 
 
 @kernel_test
+@pytest.mark.parametrize("record", ["ranges", "bit", "code+down"])
+@pytest.mark.parametrize("scheme", [W4A4_ROW, W4A4_TRACED], ids=["row", "traced"])
+def test_records_are_natives(scheme: MoEScheme, record: str, device: torch.device) -> None:
+    """What is of the tokens' rows is equal byte for byte; what is of h, where h is."""
+    valid = torch.tensor([True, True, False, True, True], device=device)
+    o = replace(operands(device, scheme, hidden=64, bias=False), record=record, valid=valid)
+    got, want = forward(o), native(o)
+    for out in (Out.RECORD_OUTER, Out.RECORD, Out.COUNTS, Out.AMAX, Out.HIST, Out.SATURATED):
+        a, b = got[out], want[out]
+        assert a.shape == b.shape and a.dtype == b.dtype, out.name
+        if out in (Out.AMAX, Out.HIST, Out.SATURATED):
+            assert torch.equal(a[0], b[0]), out.name
+            assert out is not Out.HIST or int((a[1] - b[1]).abs().sum()) <= 0.02 * int(b[1].sum())
+        elif record.endswith("+down") and out is not Out.COUNTS:
+            assert float((a != b).double().mean()) < 0.02, out.name
+        else:
+            assert torch.equal(a, b), out.name
+
+
+@kernel_test
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "ids"), [(0, 2, 3, None), (1, 4, 4, None), (6, 2, 5, [3, 3])])
 def test_routes(tokens: int, top_k: int, experts: int, ids: list[int] | None, device: torch.device) -> None:
     """No token, one token, all tokens to one expert twice (which real routers do not), experts without tokens."""
@@ -164,7 +184,7 @@ def test_what_is_refused() -> None:
     for refused, reason in (
         (own, "cpu"),
         (replace(o, w13=o.x, w2=o.x), "gradients"),
-        (replace(o, record="bit"), "records"),
+        (replace(o, guidance="bit"), "guidance"),
         (replace(o, x=o.x.float()), "float32"),
         (replace(o, gates=o.gates.double()), "float64"),
         (replace(o, scheme=whole.key), "whole batch"),

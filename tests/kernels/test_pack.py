@@ -13,6 +13,7 @@ from trace_compile.kernels import pack as kernel
 from trace_compile.kernels import providers
 from trace_compile.ops import WeightLayout, pack_experts
 from trace_compile.ops.scheme import OperandScheme
+from trace_compile.ops.weights import PACKERS, Packed
 
 kernel_test = pytest.mark.kernel
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
@@ -29,6 +30,16 @@ def weights(dtype: torch.dtype) -> Tensor:
     return w.to(dtype)
 
 
+def reference(weight: Tensor, scheme: OperandScheme) -> Packed:
+    """On the CPU, without kernels."""
+    kernels = PACKERS.copy()
+    PACKERS.clear()
+    try:
+        return pack_experts(weight.cpu().float(), WeightLayout(), scheme)
+    finally:
+        PACKERS.extend(kernels)
+
+
 @kernel_test
 @pytest.mark.parametrize("outer", ["expert", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -40,10 +51,26 @@ def test_bytes(layout: WeightLayout, dtype: torch.dtype, outer: str, device: tor
     param = weights(dtype).transpose(1, 2).contiguous() if layout.transposed else weights(dtype)
     weight = layout.canonical(param.to(device))
     got = kernel.pack(weight, scheme)
-    want = pack_experts(weight.cpu().float(), WeightLayout(), OperandScheme(outer=outer))
+    want = reference(weight, scheme)
     assert got is not None
     for name, value in vars(want).items():
         assert torch.equal(getattr(got, name).cpu(), value), name
+
+
+@kernel_test
+@pytest.mark.parametrize("outer", ["expert", "tensor"])
+def test_weights_that_were_packed_before(outer: str, device: torch.device) -> None:
+    """The outer scales of the last time are a guess: small and large changes give the reference's bytes."""
+    param, scheme = weights(torch.bfloat16).to(device), replace(SCHEME, outer=outer)
+    for factor in (1.0, 1.01, 8.0, 2.0**-9):
+        param.mul_(torch.tensor([1.0, factor, 1.0, 1.0, factor], device=device)[:, None, None])
+        param[3, 2, 4] = factor
+        got, want = kernel.pack(param, scheme), reference(param, scheme)
+        assert got is not None
+        for name, value in vars(want).items():
+            assert torch.equal(getattr(got, name).cpu(), value), (name, factor)
+    param[1, 1, 1] = torch.nan
+    assert kernel.pack(param, scheme) is None
 
 
 @kernel_test

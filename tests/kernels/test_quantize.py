@@ -10,7 +10,7 @@ from trace_compile import numerics
 from trace_compile.errors import BlockSizeError, DeviceMismatchError, LoweringError, OperandError
 from trace_compile.kernels import quantize as kernel
 from trace_compile.kernels.launch import QuantizeLaunch
-from trace_compile.kernels.quantize import quantize_rows
+from trace_compile.kernels.quantize import quantize_rows, round_rows
 from trace_compile.numerics.formats import E2M1, E4M3
 
 NAN_BYTE = 0x7F
@@ -155,6 +155,19 @@ def test_outer_scales_next_to_every_power_of_two(device: torch.device) -> None:
     x[:, 11] = -amax
     assert bool(x.isfinite().all())
     assert_same_bytes(x.to(device))
+
+
+@kernel_test
+@pytest.mark.parametrize("k", [16, 80, 144])
+def test_values_are_those_that_are_packed(k: int, device: torch.device) -> None:
+    """NaN where the block's scale is; the outer scale can be left out."""
+    x = adversarial_rows(k, torch.bfloat16).to(device)
+    for outer in (None, torch.tensor([2.0**-10], device=device)):
+        q = numerics.quantize(x.cpu(), outer="row" if outer is None else outer.cpu())
+        values, outers = round_rows(x, outer)
+        torch.testing.assert_close(values.cpu(), q.dequantize().bfloat16(), rtol=0, atol=0, equal_nan=True)
+        bare = round_rows(x, outer, keep_outer=False)[0].cpu().float() * outers.cpu().reshape(-1, 1)
+        torch.testing.assert_close(bare.bfloat16(), q.dequantize().bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @kernel_test
