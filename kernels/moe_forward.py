@@ -10,6 +10,9 @@
 Same operands, results and rounding as ``ops.nvfp4_moe.native``, which is the reference; sums of products differ in
 their order. A token's result has the same bits whatever else is in the batch and however the launches are chosen.
 
+Recording adds no launch but those of cleared counters: rows are recorded where they are rounded (``recording``), or only
+looked at where they are not (``observe``).
+
 An activation that has no device form runs as torch operations between the GEMMs.
 """
 
@@ -25,6 +28,7 @@ from trace_compile.kernels.dispatch import Tiles, combine, tiles_of
 from trace_compile.kernels.grouped_gemm import Epilogue, Rows, Weights, expert_gemm
 from trace_compile.kernels.launch import GemmLaunch, MoELaunch, moe_launch, target_of
 from trace_compile.kernels.observe import observed_by_slot
+from trace_compile.kernels.recording import Recorder
 from trace_compile.kernels.round_rows import round_rows
 from trace_compile.numerics.formats import FORMATS
 from trace_compile.ops.activation import Activation
@@ -74,18 +78,24 @@ def _forward(o: NvFp4MoEOperands, launch: MoELaunch | None) -> dict[int, Tensor]
     top_k = o.expert_ids.shape[1]
     if tokens == 0 or top_k == 0:
         return dict(enumerate(native(o)))
+    recorder = Recorder.of(o)
     activation = Activation.parse(o.activation)
     plan = launch or moe_launch(tokens, top_k, experts, hidden, o.width, target_of(o.x.device))
     ids = o.expert_ids.contiguous()
     tiles = tiles_of(ids, experts, plan.gate_up.tile)
     down_tiles = tiles if plan.down.tile == plan.gate_up.tile else tiles_of(ids, experts, plan.down.tile)
-    x = _rows(o.x.contiguous(), o, 0, top_k)
+    x = _rows(o.x.contiguous(), o, 0, top_k, recorder)
     h = _hidden(x, Weights(o.c13, o.s13, o.g13, o.b13), tiles, plan.gate_up, activation)
-    out = expert_gemm(_rows(h, o, 1, 1), Weights(o.c2, o.s2, o.g2, o.b2), down_tiles, plan.down)
-    return {int(Out.Y): combine(out, o.gates, ids, experts)} | observed_by_slot(o, h)
+    hq = _rows(h, o, 1, 1, recorder)
+    out = expert_gemm(hq, Weights(o.c2, o.s2, o.g2, o.b2), down_tiles, plan.down)
+    found: dict[int, Tensor] = {int(Out.Y): combine(out, o.gates, ids, experts)}
+    if recorder is None:
+        return found | observed_by_slot(o, h)
+    assert x.outer is not None and hq.outer is not None
+    return found | recorder.results((x.outer, hq.outer))
 
 
-def _rows(x: Tensor, o: NvFp4MoEOperands, which: int, top_k: int) -> Rows:
+def _rows(x: Tensor, o: NvFp4MoEOperands, which: int, top_k: int, recorder: Recorder | None) -> Rows:
     """``x`` as the scheme wants it multiplied, with the traced outer scale of gate/up (0) or down (1) if it is."""
     act = o.schemes.act
     if act is None:
@@ -94,7 +104,7 @@ def _rows(x: Tensor, o: NvFp4MoEOperands, which: int, top_k: int) -> Rows:
     if act.outer == "traced":
         assert o.outer_in is not None
         traced = o.outer_in[which]
-    return Rows(*round_rows(x, traced), top_k)
+    return Rows(*round_rows(x, traced, recorder=recorder, which=which), top_k)
 
 
 def _hidden(x: Rows, w13: Weights, tiles: Tiles, launch: GemmLaunch, activation: Activation) -> Tensor:

@@ -45,20 +45,14 @@ def observed(
 
 
 def observed_by_slot(o: NvFp4MoEOperands, h: Tensor) -> dict[int, Tensor]:
-    """The same for rows ``h [S, I]`` numbered by slot, of which those of no expert were not written. Packs what is
-    recorded, which the GEMMs did not need."""
+    """The same of unquantized rows ``h [S, I]`` numbered by slot, of which those of no expert were not written."""
     if o.record == "none":
         return {}
-    ids, experts, act = o.expert_ids.reshape(-1), o.shape13[0], o.schemes.act
+    ids, experts = o.expert_ids.reshape(-1), o.shape13[0]
     dropped = ((ids < 0) | (ids >= experts)).unsqueeze(-1)
     slots = torch.arange(ids.shape[0], device=ids.device)
     routing = Routing(slots, slots, slots // o.expert_ids.shape[1], ids, dropped, ids.new_empty(experts).int())
-    h = h.masked_fill(dropped, 0)
-    if act is None:
-        return observed(o, None, h, None, routing)
-    traced = act.outer == "traced"
-    outers = [o.outer_in[i : i + 1].float() if traced and o.outer_in is not None else None for i in (0, 1)]
-    return observed(o, per_row(o.x, outers[0]), h, per_row(h, outers[1]), routing)
+    return observed(o, None, h.masked_fill(dropped, 0), None, routing)
 
 
 def per_row(rows: Tensor, outer: Tensor | None) -> QuantizedRows:

@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ..errors import GuidanceError, TraceCompileError
+from ..ops.records import KINDS
 from ..ops.scheme import MoEScheme
 
-GuidanceKind = Literal["none", "bit", "code"]
-RecordKind = Literal["none", "ranges", "bit", "code"]
+GuidanceKind = Literal["none", "bit", "code", "bit+down", "code+down"]
+RecordKind = Literal["none", "ranges", "bit", "code", "bit+down", "code+down"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class Mode:
     """Configuration of the pass pipeline; frozen and hashable, so it can key caches.
 
     scheme: numbers of the expert GEMMs; None stops at the float op (identity: the same function as the model).
-    guidance: what guide rows hold. guided: names of the regions that take guidance, None for all.
-    record: what comes out beside the results; ``ranges`` are amax, counts, histogram and saturation, and ``bit`` or
-    ``code`` add record rows. recorded: regions that give record rows, None for all; ranges always come from all.
+    guidance: what guides rounding, see ``ops.records``. guided: names of the regions that take guidance, None for all.
+    record: what comes out beside the results; ``ranges`` are amax, counts, histogram and saturation, and the kinds of
+    ``ops.records`` add record rows. recorded: regions that give record rows, None for all; ranges always come from all.
     routing: hand out the expert ids of every region. inputs: hand out the recorded regions' tokens, to measure drift.
-    diagnose: hand out mismatch counts against the guidance. replay: take recorded expert ids instead of the router's.
+    diagnose: hand out how far the regions in ``guided`` are from the guide rows (``ops.observe.Diag``), which are then
+    of the kind ``rows`` and need not guide. replay: take recorded expert ids instead of the router's.
     train: pass the master weights, so that gradients reach them. recompute: run the first GEMM again in the backward
     instead of keeping its result. unquantized: expert regions that stop at the float op. kept: of a pruned rollout, the
     regions with fewer experts and how many their packed weights hold. noise: add noise to the norms' weights. quads:
@@ -69,6 +71,7 @@ class Mode:
     routing: bool = False
     inputs: bool = False
     diagnose: bool = False
+    rows: GuidanceKind = "none"
     replay: bool = False
     train: bool = False
     recompute: bool = False
@@ -86,17 +89,26 @@ class Mode:
             raise GuidanceError(
                 f"guidance {self.guidance!r} needs quantized activations; the scheme has none: {self.scheme}"
             )
-        if self.record in ("bit", "code") and act is None:
+        if self.record in KINDS and act is None:
             raise GuidanceError(
                 f"record {self.record!r} needs quantized activations; the scheme has none: {self.scheme}"
             )
         if self.record == "ranges" and self.scheme is None:
             raise GuidanceError("ranges are recorded by the quantized op; use the scheme UNQUANTIZED instead of None")
-        if self.diagnose and self.guidance == "none":
-            raise GuidanceError("diagnose compares with guidance, which is 'none'")
+        if self.diagnose and (act is None or self.guide_kind == "none"):
+            raise GuidanceError(
+                f"diagnose compares quantized activations with guide rows; the scheme is {self.scheme}, the rows are "
+                f"{self.guide_kind!r}"
+            )
+
+    @property
+    def guide_kind(self) -> GuidanceKind:
+        """What guide rows hold."""
+        return self.rows if self.diagnose and self.rows != "none" else self.guidance
 
     def guides(self, region: str) -> bool:
-        return self.guidance != "none" and (self.guided is None or region in self.guided)
+        """Whether the region is given guide rows."""
+        return self.guide_kind != "none" and (self.guided is None or region in self.guided)
 
     def record_of(self, region: str) -> RecordKind:
         """What the region's quantizers record."""

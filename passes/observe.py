@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..ops.nvfp4_moe import Out
+from ..ops.records import KINDS, payload_of
 from .feeds import Feeds, emit, operand, region_ops, set_operands
 from .graph import Builder, Scope, bring_in, scopes
 from .mode import Mode
@@ -47,14 +48,16 @@ def _observe_quantized(gm: GraphModule, feeds: Feeds, scope: Scope, node: Node, 
     record = config.record_of(region.name)
     if region.slots and record != "none":
         record = "ranges"
-    diagnose = config.diagnose and operand(node, "guidance") != "none"
+    elif not isinstance(region, MoERegion):
+        record = payload_of(record)  # type: ignore[assignment]
+    diagnose = config.diagnose and config.guides(region.name)
     if record == "none" and not diagnose:
         return
     valid = None
     if not region.slots:
         valid = bring_in(scope, feeds.whole(Feed("valid"), (feeds.tokens(),), torch.bool, operand(node, "x")))
-    set_operands(node, record=record, diagnose=diagnose, valid=valid)
-    wanted = (_ROWS if record in ("bit", "code") else ()) + (_RANGES if record != "none" else ())
+    set_operands(node, record=record, valid=valid)
+    wanted = (_ROWS if record in KINDS else ()) + (_RANGES if record != "none" else ())
     for kind, out in (*wanted, *((("diag", Out.DIAG),) if diagnose else ())):
         result = Builder(node.next).function(operator.getitem, node, int(out))
         if kind in ("amax", "counts") and node.meta.get("experts") is not None:

@@ -4,8 +4,8 @@ and guidance come in as feeds."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..errors import PruningError
 from ..numerics import FORMATS
 from ..ops.nvfp4_moe import Out
 from ..ops.quads import part_shapes
-from ..ops.rows import guide_bytes
+from ..ops.records import RegionRow, payload_of
 from ..ops.scheme import MoEScheme, OperandScheme
 from .feeds import Feeds, region_ops
 from .graph import Builder, Scope, argument, bring_in, fake, scopes, shape
@@ -68,7 +68,10 @@ class _Plan:
         return self.config.train or self.scheme.weight is None
 
     def guidance(self, region: Region) -> str:
-        return self.config.guidance if region in self.guided else "none"
+        if region not in self.guided:
+            return "none"
+        kind = self.config.guidance
+        return kind if isinstance(region, MoERegion) else payload_of(kind)
 
 
 def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) -> None:
@@ -102,7 +105,7 @@ def _quantize_experts(plan: _Plan, scope: Scope, node: Node, region: MoERegion) 
         activation,
         plan.guidance(region),
         "none",
-        False,
+        plan.config.diagnose and region in plan.guided,
         plan.config.recompute,
     )
     result.meta |= {"region": region, "routing": routing, "experts": rows}
@@ -135,7 +138,7 @@ def _quantize_layers(plan: _Plan, scope: Scope, nodes: list[Node], region: Linea
         plan.scheme.key,
         plan.guidance(region),
         "none",
-        False,
+        plan.config.diagnose and region in plan.guided,
     )
     result.meta["region"] = region
     y = at.function(operator.getitem, result, int(Out.Y))
@@ -197,23 +200,27 @@ def _guidance(plan: _Plan, scope: Scope, node: Node, region: Region) -> tuple[No
     """The region's guide bytes, outer scales and hits: its columns of the rows that a trace hands out."""
     if region not in plan.guided:
         return None, None, None
-    act, kind, feeds, guided = plan.scheme.act, plan.config.guidance, plan.feeds, plan.guided
+    act, feeds = plan.scheme.act, plan.feeds
     assert act is not None
-    tokens, index = feeds.tokens(), guided.index(region)
-    start = guide_row_bytes(guided[:index], kind, act)
-    stop = guide_row_bytes(guided[: index + 1], kind, act)
-    guide = feeds.whole(Feed("guide"), (tokens, guide_row_bytes(guided, kind, act)), torch.uint8, node)
-    outer = feeds.whole(Feed("guide_outer"), (tokens, len(guided)), torch.float32, node)
+    tokens, index = feeds.tokens(), plan.guided.index(region)
+    rows = [guide_row(r, plan.config.guide_kind, act) for r in plan.guided]
+    ends = tuple(accumulate((row.guide_bytes for row in rows), initial=0))
+    columns = tuple(accumulate((sum(row.outer_shape) or 1 for row in rows), initial=0))
+    guide = feeds.whole(Feed("guide"), (tokens, ends[-1]), torch.uint8, node)
+    outer = feeds.whole(Feed("guide_outer"), (tokens, columns[-1]), torch.float32, node)
     hit = feeds.whole(Feed("hit"), (tokens,), torch.bool, node)
     every = slice(None)
+    own = slice(columns[index], columns[index + 1]) if rows[index].outer_shape else columns[index]
     return (
-        feeds.part(guide, (every, slice(start, stop)), scope),
-        feeds.part(outer, (every, index), scope),
+        feeds.part(guide, (every, slice(ends[index], ends[index + 1])), scope),
+        feeds.part(outer, (every, own), scope),
         bring_in(scope, hit),
     )
 
 
-def guide_row_bytes(guided: Sequence[Region], kind: str, act: OperandScheme) -> int:
-    """Bytes of the guide rows of ``guided`` regions, in model order. Outer scales come apart: rows recorded with scales
-    of their own serve a graph with traced ones."""
-    return sum(guide_bytes(region.hidden, kind, act.fmt) for region in guided)
+def guide_row(region: Region, kind: str, act: OperandScheme) -> RegionRow:
+    """The region's part of a guide row; those of all regions follow one another in model order. Outer scales come
+    apart: rows recorded with scales of their own serve a graph with traced ones."""
+    if isinstance(region, MoERegion):
+        return RegionRow(region.hidden, region.width, region.top_k, kind, act)
+    return RegionRow(region.hidden, 0, 0, payload_of(kind), act)

@@ -165,7 +165,7 @@ class Feed:
     ``packed``: ``part`` (codes, scales, outer) of ``weight`` (w13, w2, w) of ``region``. ``experts``: ``part`` of a
     pruned region: ``allowed`` bool [E], ``kept`` i64 [m] in ascending order, ``index`` i64 [E] into those or -1. The
     others are one tensor for the whole graph: ``outer`` f32 [one per site], ``guide`` u8 [T, R], ``guide_outer`` f32
-    [T, guided regions], ``hit`` and ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions], ``noise`` f32
+    [T, one per row], ``hit`` and ``valid`` bool [T], ``replay`` i64 [T, top_k of all regions], ``noise`` f32
     [norms, hidden].
     """
 

@@ -93,10 +93,10 @@ def test_what_was_recorded_guides_the_trainer_to_the_same_codes() -> None:
     mode = Mode(scheme=W4A4_ROW, train=True, guidance="bit", guided=frozenset({"blocks.1"}), diagnose=True)
     guided = Compiled(module, mode, RuntimeForTests(W4A4_ROW, GuideRows(rows, outer, hit)))
     assert torch.equal(guided(x).detach(), rollout)
-    elements, before, after = guided.runtime.emitted[0]["diag"]["blocks.1"][:3].tolist()
+    elements, before, after = guided.runtime.emitted[0]["diag"]["blocks.1"][0, :3].tolist()
     assert (elements, before, after) == (7 * H, 0, 0)  # the token without a record is not compared
     drifted = guided(x + 0.01 * torch.randn_like(x))
-    elements, before, after = guided.runtime.emitted[1]["diag"]["blocks.1"][:3].tolist()
+    elements, before, after = guided.runtime.emitted[1]["diag"]["blocks.1"][0, :3].tolist()
     assert elements == 7 * H and before > 0 and after < before
     assert drifted.requires_grad
 

@@ -369,6 +369,7 @@ def test_diagnosis(pair: Pair) -> None:
         for name in ("mismatch_before", "mismatch_after", "adjacent", "d_before", "d_after", "drift"):
             assert getattr(mine, name) == pytest.approx(getattr(theirs, name), rel=LIMIT, abs=LIMIT), name
         if pair.recipe in FULL:
+            assert theirs.d_before is not None and theirs.d_after is not None
             assert theirs.d_after < theirs.d_before
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ def trace_compile(
     dump_dir: str | None = None,
     include: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    layers: Iterable[str] | Callable[[str], bool] | None = None,
+    sites: Iterable[str] = ("gate_up",),
 ) -> Any:
     """Compile ``model`` for FP4-aware training, in place; returns the same object with the methods of its new class.
 
@@ -64,6 +66,9 @@ def trace_compile(
             and layers tied to an embedding are taken only where a pattern is their very name.
         ignore: patterns of layers that stay as they are, whatever ``include`` says; an expert-shaped operation whose
             modules they name is no error.
+        layers: which layers to record instead of the last ones: patterns of the regions' names, as for ``include``, or
+            a function of the name that says yes.
+        sites: what is recorded of them: the inputs of ``"gate_up"``, and also of ``"down"`` (top_k rows per token).
 
     Raises:
         UnknownRecipeError, NoMoERegionError, GraphCaptureError; each names what was found and what to do.
@@ -77,7 +82,7 @@ def trace_compile(
     chosen = get_recipe(recipe)
     if compiler is not None and compiler not in COMPILERS:
         raise TraceCompileError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
-    include, ignore = _patterns(include, ignore)
+    included, ignored = _patterns(include, ignore)
     if not isinstance(unquantized, Unquantized):
         unquantized = Unquantized(patterns=_patterns(unquantized)[0])
     options = Options(
@@ -90,8 +95,10 @@ def trace_compile(
         unquantized=unquantized,
         disabled_passes=tuple(disabled_passes),
         dump_dir=dump_dir,
-        include=include,
-        ignore=ignore,
+        include=included,
+        ignore=ignored,
+        layers=layers if layers is None or callable(layers) else _patterns(layers)[0],
+        down=_down(sites),
     )
     original, implementations = type(model), _experts_implementations(model)
     try:
@@ -109,6 +116,13 @@ def trace_compile(
     return model
 
 
+def _down(sites: Iterable[str]) -> bool:
+    chosen = {sites} if isinstance(sites, str) else set(sites)
+    if chosen not in ({"gate_up"}, {"gate_up", "down"}):
+        raise TraceCompileError(f"sites are ('gate_up',) or ('gate_up', 'down'), got {sorted(chosen)}")
+    return "down" in chosen
+
+
 def _experts_implementations(model: nn.Module) -> list[tuple[Any, Any]]:
     """Every config of the model's parts with the experts implementation that it names."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
@@ -118,7 +132,9 @@ def _experts_implementations(model: nn.Module) -> list[tuple[Any, Any]]:
 
 def _patterns(*lists: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     if any(isinstance(patterns, str) for patterns in lists):
-        raise TraceCompileError("include, ignore and unquantized are lists of patterns: pass [pattern], not one string")
+        raise TraceCompileError(
+            "include, ignore, unquantized and layers are lists of patterns: pass [pattern], not one string"
+        )
     return tuple(tuple(patterns) for patterns in lists)
 
 

@@ -1,8 +1,8 @@
 """How far the trainer's quantized operands are from the rollout's, site by site.
 
-Runs one training forward on given tokens, takes the inputs of the recorded sites out of the graph, and compares what
-the trainer would quantize by itself, and what it uses under its recipe, with what the rollout recorded for the same
-tokens. Everything is recomputed here from the definitions in ``numerics``; the compiled graph only supplies the inputs.
+The quantized ops count it themselves (``ops.observe.Diag``), in forwards that are asked to; ``SiteReport`` says what
+the counts mean. A trainer that quantizes nothing has no such op: its inputs are taken out of the graph and counted by
+the same definition here.
 """
 
 from __future__ import annotations
@@ -14,37 +14,75 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.errors import GuidanceError
-from trace_compile.numerics import decode_blocks, guided_blocks, unpack_nibbles
-from trace_compile.ops.rows import quantize_rows
+from trace_compile.ops.observe import Diag, diagnosis
+from trace_compile.ops.rows import Guide, quantize_rows
 from trace_compile.runtime import Call
 from trace_compile.session import Session
 from trace_compile.state.guidance import Guidance
+from trace_compile.state.layout import Site
 from trace_compile.state.trace import Trace
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One recorded site over the tokens that have a record.
+    """One recorded site over the tokens that have a record (at the down projection: their routed rows).
 
     Attributes:
-        region: dotted name of the experts module.
-        tokens: tokens compared.
-        mismatch_before: share of elements whose own-scale, own-rounding value differs from the rollout's.
-        mismatch_after: share of elements whose value as the recipe's trainer uses it differs from the rollout's.
+        region: name of the region: the experts module, or linear layers.
+        tokens: rows compared.
+        mismatch_before: share of elements whose own-scale, own-rounding value differs from the rollout's (its mantissa
+            bit, where only bits were recorded).
+        mismatch_after: share of elements whose value (or bit) as the recipe's trainer uses it differs.
         adjacent: of the elements that differ before, the share whose rollout codeword is one of the two around the
             trainer's own value on the rollout's scale, which guidance can therefore restore; 1.0 if none differs.
         d_before, d_after: ||trainer operand - rollout operand|| / ||rollout operand||, before and after likewise.
         drift: ||x_train - x_rollout|| / ||x_rollout|| of the unquantized inputs; ``None`` unless traced with inputs.
+        projection: ``"gate_up"``, ``"down"``, or ``"input"`` of linear layers.
+
+    Bits say nothing about ``adjacent``, ``d_before`` and ``d_after``: they are ``None`` then.
     """
 
     region: str
     tokens: int
     mismatch_before: float
     mismatch_after: float
-    adjacent: float
-    d_before: float
-    d_after: float
-    drift: float | None
+    adjacent: float | None
+    d_before: float | None
+    d_after: float | None
+    drift: float | None = None
+    projection: str = "gate_up"
+
+    @classmethod
+    def of(
+        cls, region: str, projection: str, width: int, kind: str, counts: Tensor, drift: float | None = None
+    ) -> SiteReport:
+        """From the counts float64 [7] of ``Diag``; ``kind`` is what was recorded, ``"bit"`` or ``"code"``."""
+        c = counts.tolist()
+        elements, norm = max(c[Diag.ELEMENTS], 1.0), max(c[Diag.NORM], torch.finfo(torch.float32).tiny)
+        before, whole = c[Diag.MISMATCH_BEFORE], kind == "code"
+        return cls(
+            region,
+            round(c[Diag.ELEMENTS] / width),
+            before / elements,
+            c[Diag.MISMATCH_AFTER] / elements,
+            (c[Diag.ADJACENT] / before if before else 1.0) if whole else None,
+            (c[Diag.DISTANCE_BEFORE] / norm) ** 0.5 if whole else None,
+            (c[Diag.DISTANCE_AFTER] / norm) ** 0.5 if whole else None,
+            drift,
+            projection,
+        )
+
+
+def running(session: Session) -> tuple[SiteReport, ...]:
+    """What guided forwards counted since ``guide(..., diagnose=True)``; waits for the device."""
+    trace, counts = session.guiding, session.diagnostics
+    if trace is None or not counts:
+        return ()
+    return tuple(
+        SiteReport.of(site.region, site.projection, site.width, site.kind, _of_site(counts, site))
+        for site in trace.layout.sites
+        if site.region in counts
+    )
 
 
 @torch.no_grad()
@@ -53,7 +91,8 @@ def diagnose(
 ) -> tuple[SiteReport, ...]:
     """Compare one training forward on ``args``/``kwargs`` with ``trace``, which must hold whole codes.
 
-    Raises ``GuidanceError`` for a trace of mantissa bits only: a bit does not say which codeword the rollout took.
+    Where the trainer is guided, ``trace`` guides this forward. Raises ``GuidanceError`` for a trace of mantissa bits
+    only: a bit does not say which codeword the rollout took.
     """
     kinds = {site.kind for site in trace.layout.sites}
     if kinds != {"code"}:
@@ -64,67 +103,48 @@ def diagnose(
     trajectory_ids = kwargs.pop("trajectory_ids", None)
     arguments = session.arguments(module, args, kwargs)
     tokens = session.tracker.begin(arguments, trajectory_ids)
-    mode = replace(session.train_mode(), inputs=True)
-    call = Call(valid=tokens.valid)
-    newest, staleness = session.version, session.options.max_staleness
-    if session.guiding is not None and mode.guidance != "none":
-        call.guidance = session.guiding.lookup(tokens.keys, newest, staleness, valid=tokens.valid)
+    records = trace.lookup(tokens.keys, session.version, session.options.max_staleness, valid=tokens.valid)
+    train, generate = session.recipe.schemes(traced=bool(session.outer))
+    assert generate is not None and generate.act is not None  # else there would be no record
+    counts_itself = train is not None and train.act is not None and train.act.fmt == generate.act.fmt
+    mode = session.train_mode(trace if counts_itself else None)
+    if not counts_itself or trace.inputs is not None:
+        mode = replace(mode, inputs=True)
+    call = Call(valid=tokens.valid, guidance=records)
     outputs = session.engine.run(module, mode, call, args, kwargs)
     session.tracker.end(arguments, outputs)
-    records = trace.lookup(tokens.keys, newest, staleness, valid=tokens.valid)
     reports = []
     for index, site in enumerate(trace.layout.sites):
-        x = call.emits["input"][site.region].float()
-        x_roll = None if trace.inputs is None else trace.inputs.find(tokens.keys, site.region)
-        reports.append(_compare(session, site.region, site.projection, x, x_roll, records, index))
+        x = call.emits["input"][site.region].float() if mode.inputs and site.projection != "down" else None
+        if counts_itself:
+            counts = _of_site(call.emits["diag"], site)
+        elif x is not None:
+            counts = _count(session, site, x, records, index)
+        else:
+            continue
+        drift = None if x is None or trace.inputs is None else _drift(x, trace.inputs.find(tokens.keys, site.region))
+        reports.append(SiteReport.of(site.region, site.projection, site.width, site.kind, counts, drift))
     return tuple(reports)
 
 
-def _compare(
-    session: Session, region: str, projection: str, x: Tensor, x_roll: Tensor | None, records: Guidance, index: int
-) -> SiteReport:
-    hit = records.hit
-    guide, outer = records.site(index)[hit], records.outer[hit, index]
-    x = x[hit]
-    width = x.shape[-1]
-    codes, scales = unpack_nibbles(guide[:, : width // 2]), guide[:, width // 2 :]
+def _of_site(counts: dict[str, Tensor], site: Site) -> Tensor:
+    return counts[site.region][int(site.projection == "down")]  # a bool would be a mask
+
+
+def _count(session: Session, site: Site, x: Tensor, records: Guidance, index: int) -> Tensor:
+    """``Diag`` of a trainer whose op does not count: it uses ``x`` [T, H] itself, or quantizes to another format."""
     train, generate = session.recipe.schemes(traced=bool(session.outer))
-    assert generate is not None and generate.act is not None  # else there would be no record
-    fmt = generate.act.fmt
-    rollout = _value(codes, scales, outer, fmt)
-
-    act = generate.act if train is None or train.act is None else train.act
-    traced = session.outer[region, projection].to(x.device) if session.outer else None
-    rows = quantize_rows(x, act, traced, torch.ones(x.shape[0], dtype=torch.bool, device=x.device))
-    own = rows.dequantize(torch.float32)
-
-    full = _value(guided_blocks(x, scales, outer, codes=codes, fmt=fmt), scales, outer, fmt)
-    guidance = session.recipe.guidance if session.guiding is not None else "none"
-    if train is None or train.act is None:
-        used = x
-    elif guidance == "none":
-        used = own
-    elif guidance == "bit":
-        used = _value(guided_blocks(x, scales, outer, bits=codes & 1, fmt=fmt), scales, outer, fmt)
-    else:
-        used = full
-    differ = own != rollout
-    norm = rollout.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    return SiteReport(
-        region=region,
-        tokens=int(hit.sum()),
-        mismatch_before=_share(differ),
-        mismatch_after=_share(used != rollout),
-        adjacent=_share(full[differ] == rollout[differ]) if bool(differ.any()) else 1.0,
-        d_before=float((own - rollout).norm() / norm),
-        d_after=float((used - rollout).norm() / norm),
-        drift=None if x_roll is None else float((x - x_roll[hit]).norm() / x_roll[hit].norm().clamp_min(1e-30)),
-    )
+    assert generate is not None and generate.act is not None
+    act, fmt = None if train is None else train.act, generate.act.fmt
+    traced = session.outer[site.region, site.projection].to(x.device) if session.outer else None
+    every = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    own = quantize_rows(x, act or generate.act, traced, every)
+    outer = records.outer[:, records.layout.columns.index(index)]
+    guide = Guide.read(records.site(index), outer, records.hit, "code", x.shape[1], fmt)
+    return diagnosis(x, own, own if act else None, guide, every, fmt)
 
 
-def _share(mask: Tensor) -> float:
-    return float(mask.float().mean()) if mask.numel() else 0.0
-
-
-def _value(codes: Tensor, scales: Tensor, outer: Tensor, fmt: str) -> Tensor:
-    return decode_blocks(codes, scales, fmt, torch.float32) * outer[:, None]
+def _drift(x: Tensor, rollout: Tensor) -> float:
+    """Over the tokens that the rollout logged; the others are NaN."""
+    known = rollout.isfinite().all(1)
+    return float((x - rollout)[known].norm() / rollout[known].norm().clamp_min(1e-30))

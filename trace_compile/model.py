@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from trace_compile.clone import rebind, subclass
-from trace_compile.diagnose import SiteReport, diagnose
+from trace_compile.diagnose import SiteReport, diagnose, running
 from trace_compile.errors import FingerprintMismatchError, GuidanceError
 from trace_compile.explain import Explanation
 from trace_compile.generation import OwnDecoding, uncompiled
@@ -26,7 +26,7 @@ from trace_compile.recipes import Recipe
 from trace_compile.rollout import RolloutModule, make_twin
 from trace_compile.session import Options, RangeAccumulator, Recording, RecordKind, Session
 from trace_compile.state.inputs import InputLog
-from trace_compile.state.ranges import RangeWarning
+from trace_compile.state.ranges import Ranges, RangeWarning
 from trace_compile.state.trace import DEFAULT_MAX_BYTES, Trace
 from trace_compile.state.usage import Kept
 
@@ -72,6 +72,7 @@ class TraceCompiledModule(nn.Module):
         max_bytes: int = DEFAULT_MAX_BYTES,
         folder: str | os.PathLike[str] | None = None,
         worker: str = "0",
+        group: Any = None,
     ) -> Iterator[Trace]:
         """Record what the twins do inside the ``with``: ranges, quantization outcomes of the guided layers, routing.
 
@@ -81,6 +82,8 @@ class TraceCompiledModule(nn.Module):
             max_bytes: bound on the memory of the records.
             folder, worker: also write the records there while they come, as this worker; ``Trace.load(folder)`` reads
                 what all workers wrote, in any process, at any time (see ``state.shards``).
+            group: a ``torch.distributed`` group whose ranks all trace now; the ranges become the maxima over them, so
+                that all of them set the same scales. One collective, at the end of the block.
 
         Yields the ``Trace``. When the block ends without an error its ranges become the ones that the next ``refit()``
         adopts. Nothing quantizes with ranges that are still being observed.
@@ -105,7 +108,8 @@ class TraceCompiledModule(nn.Module):
             yield trace
         finally:
             session.recording = None
-        trace.ranges = recording.accumulator.ranges()
+        ranges = recording.accumulator.ranges()
+        trace.ranges = ranges if group is None else ranges.all_reduce(group)
         trace.usage = recording.accumulator.usage()
         trace.inputs = recording.inputs
         trace.close()
@@ -114,8 +118,12 @@ class TraceCompiledModule(nn.Module):
             for problem in trace.ranges.stale():
                 warnings.warn(problem, RangeWarning, stacklevel=3)
 
-    def guide(self, trace: Trace | None) -> TraceCompiledModule:
+    def guide(self, trace: Trace | None, *, diagnose: bool = False) -> TraceCompiledModule:
         """Let the following training forwards replay ``trace`` wherever it has a record; ``None`` ends that.
+
+        diagnose: they also count how far their operands are from the rollout's; ``diagnostics()`` says so. That takes
+            a few more passes over the recorded sites. A trace of whole codes then serves recipes that replay bits, or
+            nothing, and tells more.
 
         Raises ``FingerprintMismatchError`` for a trace of another model or rollout recipe, ``GuidanceError`` for one
         that recorded no outcomes.
@@ -128,14 +136,29 @@ class TraceCompiledModule(nn.Module):
                     f"has {session.fingerprint}; use a trace recorded with this model's twin"
                 )
             kinds = {site.kind for site in trace.layout.sites}
-            if session.recipe.guidance not in ("none", *kinds):
+            usable = {"none", *kinds} | ({"bit"} if diagnose and "code" in kinds else set())
+            if session.recipe.guidance not in usable:
                 raise GuidanceError(
                     f"recipe {session.recipe.name!r} replays {session.recipe.guidance!r} records, the trace has "
                     f"{', '.join(sorted(kinds)) or 'ranges only'}; record with model.trace(record="
                     f"{session.recipe.guidance!r}) or use trace.compact()"
                 )
-        session.guiding = trace
+            if diagnose and session.recipe.guidance == "none" and kinds != {"code"}:
+                raise GuidanceError(
+                    f"recipe {session.recipe.name!r} replays nothing, so only whole codes say how far it is from the "
+                    "rollout; record with model.trace(record='code')"
+                )
+        session.guiding, session.diagnosing, session.diagnostics = trace, diagnose, {}
         return self
+
+    def diagnostics(self) -> tuple[SiteReport, ...]:
+        """What the forwards since ``guide(trace, diagnose=True)`` counted, site by site; waits for the device."""
+        return running(session_of(self))
+
+    def use_ranges(self, ranges: Ranges) -> None:
+        """Set the scales of both graphs from ``ranges`` (of ``trace.ranges``), as the ``refit()`` after that trace did:
+        for a run that continues with ``Trace.load(...).ranges``. Raises ``GuidanceError`` naming unobserved sites."""
+        session_of(self).adopt_ranges(ranges)
 
     def diagnose(self, trace: Trace, *args: Any, **kwargs: Any) -> tuple[SiteReport, ...]:
         """Run one forward on these inputs and compare each recorded site with ``trace``; see ``diagnose.diagnose``."""

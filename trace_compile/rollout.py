@@ -251,7 +251,7 @@ class Twin:
             return plain
         return replace(
             plain,
-            record="none" if scheme is None else recording.kind,
+            record="none" if scheme is None else recording.mode_kind,
             recorded=frozenset(site.region for site in recording.trace.layout.sites),
             routing=True,
             inputs=recording.inputs is not None,

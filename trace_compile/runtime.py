@@ -68,9 +68,9 @@ class OuterScales:
 
 @dataclass(frozen=True)
 class GuideRows:
-    """Guidance as graphs take it: payload and block scales of all sites side by side, outer scales apart.
+    """Guidance as graphs take it: see ``ops.records`` for the bytes of a region; those of all follow one another.
 
-    rows uint8 [T, R]; outer float32 [T, sites]; hit bool [T].
+    rows uint8 [T, R]; outer float32 [T, C], one per row; hit bool [T].
     """
 
     rows: Tensor
@@ -79,11 +79,15 @@ class GuideRows:
 
     @classmethod
     def of(cls, guidance: Guidance) -> GuideRows:
-        sites = guidance.layout.sites
-        if not any(site.outer_bytes for site in sites):
-            return cls(guidance.rows[:, : guidance.layout.guidance_bytes], guidance.outer, guidance.hit)
-        rows = torch.cat([guidance.site(i) for i in range(len(sites))], dim=1)
-        return cls(rows, guidance.outer, guidance.hit)
+        layout = guidance.layout
+        if not any(site.outer_bytes or site.projection == "down" for site in layout.sites):
+            return cls(guidance.rows[:, : layout.guidance_bytes], guidance.outer, guidance.hit)
+        pieces = []
+        for index, site in enumerate(layout.sites):
+            pieces.append(guidance.site(index))
+            if site.projection == "down":
+                pieces.append(guidance.routing_bytes(layout.routing_index(site.region)))
+        return cls(torch.cat(pieces, dim=1), guidance.outer, guidance.hit)
 
 
 @dataclass

@@ -22,7 +22,9 @@ from trace_compile.errors import GuidanceError, NoMoERegionError
 from trace_compile.numerics import FORMATS
 from trace_compile.ops.rows import outer_bytes
 from trace_compile.ops.weights import Master, Packed
-from trace_compile.passes.mode import Mode, Unquantized
+from trace_compile.passes.linears import matches
+from trace_compile.passes.mode import GuidanceKind, Mode, Unquantized
+from trace_compile.passes.mode import RecordKind as GraphRecordKind
 from trace_compile.passes.region import MoERegion, Region
 from trace_compile.recipes import Recipe
 from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKey
@@ -36,6 +38,8 @@ from trace_compile.state.usage import Phase, Usage, count_routes
 from trace_compile.tokens import Tokens, TokenTracker
 
 RecordKind = Literal["ranges", "bit", "code"]
+LayerRule = tuple[str, ...] | Callable[[str], bool]
+"""Which regions are recorded: shell patterns of their dotted names, or a function of the name."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Options:
     dump_dir: str | None = None
     include: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    layers: LayerRule | None = None
+    down: bool = False
 
 
 @dataclass
@@ -68,38 +74,45 @@ class RangeAccumulator:
 
     def add(self, emits: Emits, valid: Tensor, phase: Phase) -> None:
         """The statistics of one forward of tokens ``valid`` bool [T], per region."""
-        for region, amax in emits.get("amax", {}).items():
-            self._add(region, [amax, *(emits[kind][region] for kind in ("counts", "hist", "saturated"))])
-        for region, ids in emits.get("routing", {}).items():
-            self._use((phase, region), count_routes(ids, valid, self.experts[region]))
+        rest = ("counts", "hist", "saturated")
+        self._add({r: [amax, *(emits[kind][r] for kind in rest)] for r, amax in emits.get("amax", {}).items()})
+        counts = emits.get("counts", {})
+        self._use(
+            {
+                # What the op counted anyway, unless it knows fewer experts (a pruned rollout's).
+                (phase, r): counts[r]
+                if r in counts and counts[r].shape[0] == self.experts[r]
+                else count_routes(ids, valid, self.experts[r])
+                for r, ids in emits.get("routing", {}).items()
+            }
+        )
 
     def merge(self, other: RangeAccumulator) -> None:
-        for region, values in other.totals.items():
-            self._add(region, values)
-        for key, counts in other.used.items():
-            self._use(key, counts)
+        self._add(other.totals)
+        self._use(other.used)
 
     def reset(self) -> None:
         """Forget, in place: the tensors stay where they are."""
         for total in (*(t for values in self.totals.values() for t in values), *self.used.values()):
             total.zero_()
 
-    def _use(self, key: tuple[Phase, str], counts: Tensor) -> None:
+    def _use(self, found: Mapping[tuple[Phase, str], Tensor]) -> None:
         with torch.inference_mode(False):
-            if key in self.used:
-                self.used[key] += counts
-            else:
-                self.used[key] = counts.detach().clone()
+            known = [key for key in found if key in self.used]
+            if known:
+                torch._foreach_add_([self.used[key] for key in known], [found[key] for key in known])
+            for key in [key for key in found if key not in known]:
+                self.used[key] = found[key].detach().clone()
 
-    def _add(self, region: str, values: list[Tensor]) -> None:
+    def _add(self, found: dict[str, list[Tensor]]) -> None:
         with torch.inference_mode(False):  # totals outlive the call: inference tensors could not be added to
-            if region not in self.totals:
-                self.totals[region] = [t.detach().clone() for t in values]
-                return
-            top, *sums = self.totals[region]
-            torch.maximum(top, values[0], out=top)
-            for total, new in zip(sums, values[1:], strict=True):
-                total += new
+            known = [region for region in found if region in self.totals]
+            if known:  # all regions at once: decoding does this in every step, and each operation there is a launch
+                torch._foreach_maximum_([self.totals[r][0] for r in known], [found[r][0] for r in known])
+                sums = [total for r in known for total in self.totals[r][1:]]
+                torch._foreach_add_(sums, [value for r in known for value in found[r][1:]])
+            for region in [r for r in found if r not in known]:
+                self.totals[region] = [t.detach().clone() for t in found[region]]
 
     def usage(self) -> Usage:
         """On the CPU."""
@@ -125,13 +138,24 @@ class Recording:
     accumulator: RangeAccumulator
     inputs: InputLog | None = None
 
+    @property
+    def mode_kind(self) -> GraphRecordKind:
+        """What graphs record: statistics alone where the layout has no sites."""
+        return self.trace.layout.kind if self.trace.layout.sites else "ranges"  # type: ignore[return-value]
+
+
+def guidance_kind(payload: str, layout: RecordLayout | None) -> GuidanceKind:
+    """What guides under a recipe of ``payload`` where ``layout`` says what was recorded."""
+    down = layout is not None and any(site.projection == "down" for site in layout.sites)
+    return f"{payload}+down" if down else payload  # type: ignore[return-value]
+
 
 def record_rows(layout: RecordLayout, tokens: Tokens, emits: Emits) -> Tensor:
     """Record rows uint8 [T, R] of one forward; R is 0 where no region works on tokens."""
     if not layout.row_bytes:
         return tokens.keys.new_empty((len(tokens.keys), 0), dtype=torch.uint8)
     return layout.assemble(
-        [emits["record"][site.region] for site in layout.sites],
+        [emits["record"][region] for region in dict.fromkeys(site.region for site in layout.sites)],
         [emits["routing"][routing.region] for routing in layout.routings],
     )
 
@@ -152,6 +176,8 @@ class Session:
         self.pending_ranges: Ranges | None = None
         self.versions = WeightsVersion()
         self.guiding: Trace | None = None
+        self.diagnosing = False
+        self.diagnostics: dict[str, Tensor] = {}
         self.recording: Recording | None = None
         self.origins = Origins()
         self.weights = PackedWeights(self.origins.pack)
@@ -229,10 +255,19 @@ class Session:
         return {r.name: r.num_experts for r in self.need_regions() if isinstance(r, MoERegion) and not r.slots}
 
     def guided_regions(self) -> frozenset[str]:
-        """Regions whose outcome is recorded and replayed: the last ``options.last`` of the quantized ones in graph
-        order, or one. Of those that work on tokens, by which records go."""
-        names = [r.name for r in self.quantized_regions() if not r.slots]
-        return frozenset(names[-max(1, round(len(names) * self.options.last)) :])
+        """Regions whose outcome is recorded and replayed: those that ``options.layers`` chooses, by default the last
+        ``options.last`` of the quantized ones in graph order, or one. Of those that work on tokens, by which records
+        go. Raises ``GuidanceError`` where a rule chooses none."""
+        names, rule = [r.name for r in self.quantized_regions() if not r.slots], self.options.layers
+        if rule is None:
+            return frozenset(names[-max(1, round(len(names) * self.options.last)) :])
+        if callable(rule):
+            chosen = [name for name in names if rule(name)]
+        else:
+            chosen = [name for name in names if any(matches(pattern, name) for pattern in rule)]
+        if not chosen:
+            raise GuidanceError(f"layers={rule!r} chooses none of the regions {names}")
+        return frozenset(chosen)
 
     def sites(self) -> tuple[SiteKey, ...]:
         return tuple((r.name, p) for r in self.quantized_regions() for p in r.projections)
@@ -244,12 +279,12 @@ class Session:
         _, scheme = self.recipe.schemes(traced=bool(self.outer))
         if kind == "ranges" or scheme is None or scheme.act is None:
             return RecordLayout((), routings)
-        guided, fmt = self.guided_regions(), FORMATS[scheme.act.fmt]
-        sites = (
-            Site(r.name, r.projections[0], r.hidden, kind, outer_bytes(scheme.act), fmt.block, fmt.scale.bytes)
-            for r in self.regions
-            if r.name in guided
-        )
+        guided, act = self.guided_regions(), scheme.act
+        fmt, own, sites = FORMATS[act.fmt], outer_bytes(act), []
+        for r in (r for r in self.regions if r.name in guided):
+            sites.append(Site(r.name, r.projections[0], r.hidden, kind, own, fmt.block, fmt.scale.bytes))
+            if self.options.down and isinstance(r, MoERegion):
+                sites.append(Site(r.name, "down", r.width, kind, own, fmt.block, fmt.scale.bytes, r.top_k))
         return RecordLayout(tuple(sites), routings)
 
     @property
@@ -312,13 +347,22 @@ class Session:
                 bound |= bound.pop(name, {})
         return bound
 
-    def train_mode(self) -> Mode:
+    def train_mode(self, compared: Trace | None = None) -> Mode:
+        """How the next training forward runs; ``compared`` (default: the guiding trace, where that was asked for) is
+        what it counts its distance from, guided by it or not."""
         scheme, _ = self.recipe.schemes(traced=bool(self.outer))
         guiding = self.guiding if self.recipe.guidance != "none" else None
+        if compared is None and self.diagnosing:
+            compared = self.guiding
+        if scheme is None or scheme.act is None or (compared is not None and not compared.layout.sites):
+            compared = None
+        layout = (compared or guiding).layout if compared or guiding else None  # type: ignore[union-attr]
         return Mode(
             scheme=scheme,
-            guidance="none" if guiding is None else self.recipe.guidance,  # type: ignore[arg-type]
-            guided=None if guiding is None else frozenset(site.region for site in guiding.layout.sites),
+            guidance="none" if guiding is None else guidance_kind(self.recipe.guidance, layout),
+            guided=None if layout is None else frozenset(site.region for site in layout.sites),
+            diagnose=compared is not None,
+            rows="none" if compared is None else compared.layout.kind,  # type: ignore[arg-type]
             replay=self.options.replay_routing and self.guiding is not None,
             train=True,
             recompute=self.options.recompute,
@@ -328,11 +372,19 @@ class Session:
             ignore=self.options.ignore,
         )
 
+    def count(self, emits: Emits) -> None:
+        """Add up what a forward counted, on the device."""
+        for region, counts in emits.get("diag", {}).items():
+            if region in self.diagnostics:
+                self.diagnostics[region] += counts
+            else:
+                self.diagnostics[region] = counts.detach().clone()
+
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The trainer's forward: guided wherever the guiding trace has a record, own rounding elsewhere."""
         trajectory_ids = kwargs.pop("trajectory_ids", None)
         mode = self.train_mode()
-        if self.guiding is None or (mode.guidance == "none" and not mode.replay):
+        if self.guiding is None or (mode.guide_kind == "none" and not mode.replay):
             outputs = self.engine.run(module, mode, Call(), args, kwargs)
         else:
             arguments = self.arguments(module, args, kwargs)
@@ -341,6 +393,7 @@ class Session:
             call = Call(valid=tokens.valid, guidance=guidance)
             outputs = self.engine.run(module, mode, call, args, kwargs)
             self.tracker.end(arguments, outputs)
+            self.count(call.emits)
         self._learn_regions(mode)
         return outputs
 

@@ -20,6 +20,7 @@ from trace_compile.kernels import activate, guided, quantize, routing, rows
 from trace_compile.kernels.codegen import compile_activation
 from trace_compile.kernels.launch import Target, quantize_launch, rows_launch, words_launch
 from trace_compile.kernels.quantize import _quantize_nvfp4_kernel
+from trace_compile.kernels.round_rows import _round_rows_kernel
 from trace_compile.ops import SWIGLU
 
 TARGETS = {90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
@@ -122,3 +123,24 @@ def test_training_kernels(name: str, capability: int, tmp_path: Path) -> None:
     (tmp_path / "cubin").write_bytes(built.asm["cubin"])
     usage = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(tmp_path / "cubin")]
     assert "STACK:0 " in subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("capability", "k", "count", "top_k", "bits"),
+    [(90, 192, 256, 1, True), (90, 2048, 256, 1, True), (90, 768, 2048, 8, False), (100, 2048, 256, 1, True)],
+)
+def test_recording(capability: int, k: int, count: int, top_k: int, bits: bool) -> None:
+    """Rows rounded and recorded in one kernel; no step of it is a call, and integers are counted in 64 bits."""
+    plan = quantize_launch(rows=count, k=k, own_outer=False, target=Target(capability, 132))
+    pointers = {"x_ptr": "*bf16", "values_ptr": "*bf16", "outers_ptr": "*fp32", "outer_ptr": "*fp32", "ids_ptr": "*i64"}
+    pointers |= {"valid_ptr": "*i1", "record_ptr": "*u8", "amax_ptr": "*i32", "counts_ptr": "*i64", "hist_ptr": "*i64"}
+    pointers |= {"saturated_ptr": "*i64"}
+    types = pointers | dict.fromkeys(("rows", "token_stride", "row_stride", "experts"), "i32")
+    constants = {"K": k, "BLOCK_M": plan.block_m, "BLOCK_K": plan.block_k, "SPLITS": plan.splits, "TOP_K": 8}
+    constants |= {"PER_TOKEN": top_k, "BITS": bits, "OUTER_BYTE": False}
+    names = _round_rows_kernel.arg_names
+    source = ASTSource(_round_rows_kernel, {n: types.get(n, "constexpr") for n in names}, constants)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": plan.num_warps})
+    ptx = built.asm["ptx"]
+    assert f".target {TARGETS[capability]}" in ptx and "call.uni" not in ptx
+    assert "add.u64" in ptx and "atom" in ptx + built.asm["ttgir"]

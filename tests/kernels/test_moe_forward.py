@@ -16,6 +16,7 @@ from trace_compile.kernels import providers  # noqa: F401
 from trace_compile.kernels.dispatch import tile_limit, tiles_of
 from trace_compile.kernels.launch import DispatchLaunch, GemmLaunch, MoELaunch, QuantizeLaunch
 from trace_compile.kernels.moe_forward import forward, refuses
+from trace_compile.kernels.recording import Recorder
 from trace_compile.kernels.round_rows import round_rows
 from trace_compile.ops import (
     OPS,
@@ -30,6 +31,7 @@ from trace_compile.ops import (
     provider_for,
 )
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, native
+from trace_compile.ops.observe import histogram
 from trace_compile.ops.weights import Packed
 
 kernel_test = pytest.mark.kernel
@@ -194,3 +196,60 @@ def test_what_is_refused() -> None:
         assert found is not None and reason in found
         chosen = provider_for("nvfp4_moe", list(vars(refused).values()))
         assert chosen.name == "native" and found in chosen.reason
+
+
+@kernel_test
+@pytest.mark.parametrize("kind", ["ranges", "bit", "code", "bit+down", "code+down"])
+@pytest.mark.parametrize("scheme", [W4A4_ROW, W4A4_TRACED], ids=["row", "traced"])
+def test_what_is_recorded_is_what_native_records(scheme: MoEScheme, kind: str, device: torch.device) -> None:
+    """Rows and statistics byte for byte, with routes to nowhere, tokens that do not count, values beyond the scale and
+    non-finite ones. The hidden rows of both come from different GEMMs, so those are compared where they are equal."""
+    o = operands(device, scheme, tokens=9, top_k=2, hidden=192 if scheme is W4A4_ROW else 64)
+    x = o.x.clone()
+    x[1, 3], x[4, 5], x[6, 7] = torch.nan, 1e6, -torch.inf
+    ids = o.expert_ids.clone()
+    ids[2], ids[3, 0] = -1, 7
+    valid = torch.arange(9, device=device) % 4 != 1
+    o = replace(o, x=x, expert_ids=ids, valid=valid, record=kind)
+    assert refuses(replace(o, record="none")) == refuses(o)
+    found, expected = forward(o), native(o)
+    rows = o.x.shape[1] // {"b": 8, "c": 2}.get(kind[0], 1) + o.x.shape[1] // 16 + (scheme is W4A4_ROW)
+    for out in (Out.RECORD, Out.RECORD_OUTER, Out.AMAX, Out.COUNTS, Out.HIST, Out.SATURATED):
+        assert found[out].shape == expected[out].shape and found[out].dtype == expected[out].dtype, out
+    if kind != "ranges":
+        assert torch.equal(found[Out.RECORD][:, :rows], expected[Out.RECORD][:, :rows])
+    assert torch.equal(found[Out.COUNTS], expected[Out.COUNTS]) and int(found[Out.COUNTS].sum()) > 0
+    for out in (Out.AMAX, Out.HIST, Out.SATURATED):
+        assert torch.equal(found[out][0], expected[out][0]), out
+    assert int(found[Out.SATURATED][0]) == (1 if scheme is W4A4_ROW else 2)  # Inf, and what a traced scale cannot hold
+    # Down: totals of elements agree whatever the GEMM, and where its rows come out equal so do records and statistics.
+    assert int(found[Out.HIST][1].sum()) == int(expected[Out.HIST][1].sum()) > 0
+    torch.testing.assert_close(found[Out.AMAX][1], expected[Out.AMAX][1], rtol=0.02, atol=0)
+    if kind.endswith("+down"):
+        counts = (ids >= 0) & (ids < 4) & o.x.isfinite().all(1, keepdim=True)
+        mine, theirs = (r[Out.RECORD][:, rows:].reshape(9, 2, -1)[counts] for r in (found, expected))
+        assert (mine != theirs).float().mean() < 0.1
+
+
+@kernel_test
+@pytest.mark.parametrize("kind", ["bit+down", "code+down"])
+def test_recorded_rows_decode_to_what_was_multiplied(kind: str, device: torch.device) -> None:
+    """The recorder's own rows: codes, block scales and outer scales of what ``round_rows`` gives, by slot."""
+    o = operands(device, W4A4_ROW, tokens=6, top_k=2, hidden=64)
+    o = replace(o, record=kind)
+    recorder = Recorder.of(o)
+    assert recorder is not None and recorder.row is not None and recorder.record is not None
+    h = torch.randn(12, 64, device=device, dtype=torch.bfloat16)
+    values, outer = round_rows(h, None, recorder=recorder, which=1)
+    plain = round_rows(h, None)
+    assert torch.equal(values, plain[0]) and torch.equal(outer, plain[1])
+    q = numerics.quantize(h)
+    rows = recorder.record[:, recorder.row.gate_up_record_bytes :].reshape(12, -1)
+    payload = numerics.pack_bits(q.codes) if kind == "bit+down" else numerics.pack_nibbles(q.codes)
+    assert torch.equal(rows, torch.cat((payload, q.scales, numerics.encode_exponent(q.outer)[:, None]), 1))
+    counted = ((o.expert_ids >= 0) & (o.expert_ids < 4)).view(-1)
+    assert torch.equal(recorder.hist[1], histogram(h, counted))
+    amax = torch.zeros(4, device=device).scatter_reduce(
+        0, o.expert_ids.view(-1).clamp(0, 3), torch.where(counted, h.float().abs().amax(1), 0), "amax"
+    )
+    assert torch.equal(recorder.amax[1], amax) and not recorder.counts.any()

@@ -160,7 +160,7 @@ def test_regions_over_different_tokens_cannot_share_records() -> None:
         ({"scheme": None, "guidance": "bit"}, "guidance 'bit' needs quantized activations"),
         ({"scheme": W4A16, "record": "code"}, "record 'code' needs quantized activations"),
         ({"scheme": None, "record": "ranges"}, "use the scheme UNQUANTIZED"),
-        ({"scheme": W4A4_ROW, "diagnose": True}, "diagnose compares with guidance"),
+        ({"scheme": W4A4_ROW, "diagnose": True}, "diagnose compares quantized activations"),
     ],
 )
 def test_modes_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:

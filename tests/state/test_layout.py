@@ -10,7 +10,8 @@ import torch
 
 from trace_compile.errors import BlockSizeError, GuidanceError
 from trace_compile.numerics import FORMATS
-from trace_compile.state.layout import RecordLayout, Routing, Site, decode_routing, encode_routing
+from trace_compile.ops.records import decode_routing, encode_routing
+from trace_compile.state.layout import RecordLayout, Routing, Site
 
 
 def bit_sites(layers: int, width: int, outer_bytes: int) -> tuple[Site, ...]:

@@ -73,9 +73,12 @@ def saturation(x: Tensor, outer: Tensor, scheme: OperandScheme, counted: Tensor)
     return (saturated(x, outer, scheme.fmt, scheme.profile) & counted.unsqueeze(-1)).sum()
 
 
-def diagnosis(x: Tensor, own: Rows, used: Rows | None, guide: Guide, counted: Tensor) -> Tensor:
+def diagnosis(x: Tensor, own: Rows, used: Rows | None, guide: Guide, counted: Tensor, fmt: str | None = None) -> Tensor:
     """float64 [7], see :class:`Diag`: rows ``x [M, K]``, their unguided outcome ``own`` and what is ``used`` (None: x
-    itself); ``counted bool [M]``. Residual compensation is left out: it is not what guidance is about."""
+    itself); ``counted bool [M]``; ``fmt`` of the record, ``own``'s by default.
+
+    Residual compensation is left out: it is not what guidance is about.
+    """
     chosen = (counted & guide.hit).unsqueeze(-1)
 
     def count(condition: Tensor) -> Tensor:
@@ -85,11 +88,12 @@ def diagnosis(x: Tensor, own: Rows, used: Rows | None, guide: Guide, counted: Te
     if guide.codes is None:
         counts = [count((rows.codes & 1) != guide.payload) for rows in (own, own if used is None else used)]
         return torch.stack([elements, *counts, *[torch.zeros_like(elements)] * 4])
-    rollout = Rows(guide.codes, guide.scales, guide.outer, own.fmt).dequantize(torch.float32)
+    fmt = fmt or own.fmt
+    rollout = Rows(guide.codes, guide.scales, guide.outer, fmt).dequantize(torch.float32)
     before = own.dequantize(torch.float32)
     after = x.float() if used is None else used.dequantize(torch.float32)
-    nearest = guided_blocks(x.float(), guide.scales, guide.outer, fmt=own.fmt, codes=guide.codes)
-    restored = Rows(nearest, guide.scales, guide.outer, own.fmt).dequantize(torch.float32)
+    nearest = guided_blocks(x.float(), guide.scales, guide.outer, fmt=fmt, codes=guide.codes)
+    restored = Rows(nearest, guide.scales, guide.outer, fmt).dequantize(torch.float32)
     differs = before != rollout
     return torch.stack(
         [

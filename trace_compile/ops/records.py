@@ -78,8 +78,16 @@ class RegionRow:
 
     @property
     def record_bytes(self) -> int:
-        gate_up = record_bytes(self.hidden, self.payload, self.act)
-        return gate_up + self.top_k * record_bytes(self.width, self.payload, self.act) * self.down
+        return self.gate_up_record_bytes + self.top_k * self.down_record_bytes * self.down
+
+    @property
+    def gate_up_record_bytes(self) -> int:
+        return record_bytes(self.hidden, self.payload, self.act)
+
+    @property
+    def down_record_bytes(self) -> int:
+        """Of one slot, where there are down rows."""
+        return record_bytes(self.width, self.payload, self.act)
 
     @property
     def outer_shape(self) -> tuple[int, ...]:

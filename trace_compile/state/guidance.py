@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from trace_compile.numerics import decode_exponent
-from trace_compile.state.layout import RecordLayout, Site, decode_routing
+from trace_compile.ops.records import decode_routing
+from trace_compile.state.layout import RecordLayout, Site
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Records of M positions: rows uint8 [M, R], outer float32 [M, S] (one per site), hit bool [M]."""
+    """Records of M positions: rows uint8 [M, R], outer float32 [M, C] (see ``layout.columns``), hit bool [M]."""
 
     rows: Tensor
     outer: Tensor
@@ -46,21 +47,25 @@ class Guidance:
     layout: RecordLayout
 
     def site(self, index: int) -> Tensor:
-        """Guide rows of one site, uint8 [M, payload + scales]: a view."""
-        start = self.layout.offsets[index]
-        return self.rows[:, start : start + self.layout.sites[index].guide_bytes]
+        """Guide bytes of one site, uint8 [M, guide_bytes]: payload and scales of each of its rows."""
+        start, site = self.layout.offsets[index], self.layout.sites[index]
+        return site.split(self.rows[:, start : start + site.row_bytes])[0]
 
     def routing(self, index: int) -> Tensor:
         """Expert ids of one routing, int64 [M, top_k]; -1 where there is no record."""
-        start = self.layout.routing_offsets[index]
-        ids = decode_routing(self.rows[:, start : start + self.layout.routings[index].row_bytes])
+        ids = decode_routing(self.routing_bytes(index))
         return torch.where(self.hit[:, None], ids, -1)
+
+    def routing_bytes(self, index: int) -> Tensor:
+        """uint8 [M, 2 * top_k]: expert ids of one routing as they are recorded."""
+        start = self.layout.routing_offsets[index]
+        return self.rows[:, start : start + self.layout.routings[index].row_bytes]
 
     def to(self, device: torch.device | str) -> Guidance:
         return replace(self, rows=self.rows.to(device), outer=self.outer.to(device), hit=self.hit.to(device))
 
 
 def own_outer(rows: Tensor, site: Site, start: int) -> Tensor:
-    """float32 [M]: the outer scale that a row carries itself, behind payload and block scales."""
-    data = rows[:, start + site.guide_bytes : start + site.row_bytes].contiguous()
-    return decode_exponent(data[:, 0]) if site.outer_bytes == 1 else data.view(torch.float32)[:, 0]
+    """float32 [M, rows of the site]: the outer scales that rows carry themselves, behind payload and block scales."""
+    data = site.split(rows[:, start : start + site.row_bytes])[1].contiguous()
+    return decode_exponent(data[..., 0]) if site.outer_bytes == 1 else data.view(torch.float32)[..., 0]

@@ -23,12 +23,10 @@ import torch
 from torch import Tensor
 
 from trace_compile.errors import BlockSizeError, GuidanceError
+from trace_compile.ops.records import ID_BYTES, encode_routing
 
 _PAYLOAD_BITS = {"bit": 1, "code": 4}
 _OUTER_BYTES = (0, 1, 4)
-ID_BYTES = 2
-NO_EXPERT = 0xFFFF
-"""Stored id of a route that goes nowhere (-1 in memory)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Site:
     region: dotted path of the experts module. projection: ``"gate_up"`` or ``"down"``. width: elements per token.
     kind: ``"bit"`` records the mantissa bit of each code (8 per byte), ``"code"`` the whole 4-bit code (2 per byte).
     outer_bytes: 0 where the outer scale is traced (one per site, kept beside the rows), 1 for a power of two per token
-    (its exponent), 4 for a float32 per token. block: elements that share a block scale, of ``block_bytes`` bytes.
+    (its exponent), 4 for a float32 per token. block: elements that share a block scale, of ``block_bytes`` bytes. rows:
+    how many rows a token has there: 1 in front of gate and up, top-k in front of down.
 
     Raises ``BlockSizeError`` if the width is not a positive multiple of the block, ``GuidanceError`` for other values.
     """
@@ -50,8 +49,11 @@ class Site:
     outer_bytes: Literal[0, 1, 4]
     block: int = 16
     block_bytes: int = 1
+    rows: int = 1
 
     def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise GuidanceError(f"{self.region}.{self.projection}: {self.rows} rows per token, must be positive")
         if self.kind not in _PAYLOAD_BITS:
             raise GuidanceError(f"{self.region}.{self.projection}: kind {self.kind!r} is not one of 'bit', 'code'")
         if self.outer_bytes not in _OUTER_BYTES:
@@ -66,20 +68,31 @@ class Site:
 
     @property
     def payload_bytes(self) -> int:
+        """Of one row."""
         return self.width * _PAYLOAD_BITS[self.kind] // 8
 
     @property
     def scale_bytes(self) -> int:
+        """Of one row."""
         return self.width // self.block * self.block_bytes
 
     @property
     def guide_bytes(self) -> int:
-        """Bytes that the quantized op takes as its guide row: payload and block scales."""
-        return self.payload_bytes + self.scale_bytes
+        """Bytes of a token's rows that the quantized op takes as guidance: payload and block scales."""
+        return self.rows * (self.payload_bytes + self.scale_bytes)
 
     @property
     def row_bytes(self) -> int:
-        return self.guide_bytes + self.outer_bytes
+        """Bytes of a token's rows in the record."""
+        return self.guide_bytes + self.rows * self.outer_bytes
+
+    def split(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Bytes uint8 [M, row_bytes] -> the guide's [M, guide_bytes] and the outer scales' [M, rows, outer_bytes]."""
+        if not self.outer_bytes:
+            return data, data.new_empty(data.shape[0], self.rows, 0)
+        each = data.unflatten(1, (self.rows, -1))
+        guide = self.payload_bytes + self.scale_bytes
+        return each[..., :guide].flatten(1), each[..., guide:]
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,19 @@ class RecordLayout:
     def row_bytes(self) -> int:
         return self.guidance_bytes + self.routing_bytes
 
+    @property
+    def kind(self) -> str:
+        """What rows hold of each region, as ``ops.records`` names it; ``"none"`` without sites."""
+        if not self.sites:
+            return "none"
+        down = any(site.projection == "down" for site in self.sites)
+        return f"{self.sites[0].kind}+down" if down else self.sites[0].kind
+
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """Site of each outer scale of a token: one per row of a site."""
+        return tuple(i for i, site in enumerate(self.sites) for _ in range(site.rows))
+
     def site_index(self, region: str, projection: str = "gate_up") -> int:
         """Position of a site in ``sites``; ``GuidanceError`` if it is not recorded."""
         for index, site in enumerate(self.sites):
@@ -156,16 +182,22 @@ class RecordLayout:
         return replace(self, sites=tuple(replace(site, kind=kind) for site in self.sites))
 
     def assemble(self, records: Sequence[Tensor], ids: Sequence[Tensor] = ()) -> Tensor:
-        """Join the op outputs of one forward: uint8 [T, site bytes] per site, int64 [T, top_k] per routing -> [T, R].
+        """Join the op outputs of one forward: uint8 [T, bytes] per region that has sites, in their order, and int64
+        [T, top_k] per routing -> [T, R].
 
         Raises ``GuidanceError`` when a piece does not have the width that the layout states.
         """
-        pieces = [*records, *(encode_routing(i) for i in ids)]
-        widths = [*(s.row_bytes for s in self.sites), *(r.row_bytes for r in self.routings)]
-        found = [int(piece.shape[-1]) for piece in pieces]
+        regions: dict[str, int] = {}
+        for site in self.sites:
+            regions[site.region] = regions.get(site.region, 0) + site.row_bytes
+        widths = [*regions.values(), *(r.row_bytes for r in self.routings)]
+        found = [*(int(r.shape[-1]) for r in records), *(int(i.shape[-1]) * ID_BYTES for i in ids)]
         if found != widths:
             raise GuidanceError(f"record pieces are {found} bytes wide, the layout says {widths}")
-        return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces], dim=1)
+        pieces = [piece.reshape(-1, piece.shape[-1]) for piece in records]
+        if ids:  # all at once: recording runs in every decode step, and each operation there is a launch
+            pieces.append(encode_routing(torch.cat([i.reshape(-1, i.shape[-1]) for i in ids], dim=1)))
+        return torch.cat(pieces, dim=1) if pieces else torch.zeros(0, 0, dtype=torch.uint8)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -173,20 +205,3 @@ class RecordLayout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RecordLayout:
         return cls(tuple(Site(**s) for s in data["sites"]), tuple(Routing(**r) for r in data["routings"]))
-
-
-def encode_routing(ids: Tensor) -> Tensor:
-    """Expert ids int64 [..., K] -> uint8 [..., 2K], little endian. Negative ids (no expert) become 0xFFFF.
-
-    Ids must be below 65535, which the region's number of experts decides; it is not checked here, so that recording on
-    an accelerator never waits.
-    """
-    ids = torch.where(ids < 0, NO_EXPERT, ids)
-    return torch.stack((ids & 0xFF, (ids >> 8) & 0xFF), dim=-1).to(torch.uint8).flatten(-2)
-
-
-def decode_routing(data: Tensor) -> Tensor:
-    """uint8 [..., 2K] -> expert ids int64 [..., K]; 0xFFFF becomes -1."""
-    pairs = data.unflatten(-1, (-1, ID_BYTES)).to(torch.int64)
-    ids = pairs[..., 0] | (pairs[..., 1] << 8)
-    return torch.where(ids == NO_EXPERT, -1, ids)

@@ -199,9 +199,9 @@ class Trace:
                     f"traces with rows of {other.layout.row_bytes} and {self.layout.row_bytes} bytes, or other sites, "
                     "cannot be merged; record both with the same settings"
                 )
-        ranges = self.ranges
+        ranges, usage = self.ranges, self.usage
         for other in others:
-            ranges = ranges.merge(other.ranges)
+            ranges, usage = ranges.merge(other.ranges), usage.merge(other.usage)
         for other in others:
             runs, counted = other._settled(), other.counters
             self._settled()
@@ -210,7 +210,7 @@ class Trace:
                     self._absorb(run.version, run.outer, run.keys, run.rows)
                 for name in ("duplicates", "conflicts", "conflict_bytes", "dropped", "waits"):
                     setattr(self._counters, name, getattr(self._counters, name) + getattr(counted, name))
-        self.ranges = ranges
+        self.ranges, self.usage = ranges, usage
         self._warn_if_full()
         return self
 
@@ -421,11 +421,17 @@ class Trace:
         return resident
 
     def _with_own_scales(self, rows: Tensor, outer: Tensor, hit: Tensor) -> Tensor:
-        """``outer`` float32 [M, S] with the scales that rows carry themselves written in."""
+        """A scale per row, float32 [M, C], from one per site, ``outer`` [M, S]: those that rows carry themselves where
+        they do."""
+        if not any(site.outer_bytes or site.rows > 1 for site in self.layout.sites):
+            return outer
+        columns = []
         for i, (site, start) in enumerate(zip(self.layout.sites, self.layout.offsets)):
             if site.outer_bytes:
-                outer[:, i] = torch.where(hit, own_outer(rows, site, start), 1.0)
-        return outer
+                columns.append(torch.where(hit[:, None], own_outer(rows, site, start), 1.0))
+            else:
+                columns.append(outer[:, i : i + 1].expand(-1, site.rows))
+        return torch.cat(columns, 1)
 
     def _alone(self, *runs: Run, ranges: Ranges | None = None) -> Trace:
         """A trace of these runs, to be written as one file."""
@@ -452,10 +458,10 @@ class Trace:
         for begin in range(0, rows.shape[0], _CONVERT_ROWS):
             part = slice(begin, begin + _CONVERT_ROWS)
             for old, site, source, target in zip(self.layout.sites, new.sites, self.layout.offsets, new.offsets):
-                payload = rows[part, source : source + old.payload_bytes]
+                each = rows[part, source : source + old.row_bytes].unflatten(1, (old.rows, -1))
+                payload, rest = each.tensor_split([old.payload_bytes], dim=2)
                 if old.kind == "code":
                     payload = pack_bits(unpack_nibbles(payload.contiguous()))
-                rest = rows[part, source + old.payload_bytes : source + old.row_bytes]
-                out[part, target : target + site.row_bytes] = torch.cat((payload, rest), 1)
+                out[part, target : target + site.row_bytes] = torch.cat((payload, rest), 2).flatten(1)
             out[part, new.guidance_bytes :] = rows[part, self.layout.guidance_bytes :]
         return out
