@@ -10,8 +10,8 @@
 Same operands, results and rounding as ``ops.nvfp4_moe.native``, which is the reference; sums of products differ in
 their order. A token's result has the same bits whatever else is in the batch and however the launches are chosen.
 
-Recording adds no launch but those of cleared counters: rows are recorded where they are rounded (``recording``), or only
-looked at where they are not (``observe``).
+Recording adds no launch but those of cleared counters: rows are recorded where they are rounded (``recording``), or
+only looked at where they are not (``observe``).
 
 An activation that has no device form runs as torch operations between the GEMMs.
 """

@@ -90,6 +90,7 @@ class Recorder:
             "PER_TOKEN": 1 if which == 0 else top_k,
             "BITS": bits,
             "OUTER_BYTE": row is not None and row.act.outer != "traced",
+            "SLOTS": which == 1,
         }
 
     def results(self, outers: tuple[Tensor, Tensor]) -> dict[int, Tensor]:
@@ -108,6 +109,13 @@ class Recorder:
 
 
 @triton.jit
+def routed_slots(slot, in_rows, ids_ptr, experts):
+    """bool [M]: slots that go to an expert."""
+    expert = tl.load(ids_ptr + slot, mask=in_rows, other=-1)
+    return (expert >= 0) & (expert < experts) & in_rows
+
+
+@triton.jit
 def counted_rows(row, in_rows, ids_ptr, valid_ptr, experts, TOP_K: tl.constexpr, PER_TOKEN: tl.constexpr):
     """bool [M]: rows that count: of valid tokens with a route, and where rows are slots, only routed ones."""
     token = row // PER_TOKEN
@@ -117,8 +125,7 @@ def counted_rows(row, in_rows, ids_ptr, valid_ptr, experts, TOP_K: tl.constexpr,
             expert = tl.load(ids_ptr + token * TOP_K + k, mask=in_rows, other=-1)
             counted = counted | ((expert >= 0) & (expert < experts))
     else:
-        expert = tl.load(ids_ptr + row, mask=in_rows, other=-1)
-        counted = (expert >= 0) & (expert < experts)
+        counted = routed_slots(row, in_rows, ids_ptr, experts)
     if valid_ptr is not None:
         counted = counted & (tl.load(valid_ptr + token, mask=in_rows, other=0) != 0)
     return counted & in_rows

@@ -61,7 +61,7 @@ _NOTHING: dict[str, Any] = {
     **dict.fromkeys(("ids_ptr", "valid_ptr", "record_ptr", "amax_ptr", "counts_ptr", "hist_ptr", "saturated_ptr")),
     **dict.fromkeys(("token_stride", "row_stride", "experts"), 0),
     **dict.fromkeys(("TOP_K", "PER_TOKEN"), 1),
-    **dict.fromkeys(("BITS", "OUTER_BYTE"), False),
+    **dict.fromkeys(("BITS", "OUTER_BYTE", "SLOTS"), False),
 }
 """The recorder's arguments where nothing is recorded."""
 
@@ -91,20 +91,25 @@ def _round_rows_kernel(
     PER_TOKEN: tl.constexpr,
     BITS: tl.constexpr,
     OUTER_BYTE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Grid (row tiles, splits). Program (i, j) rounds tiles j, j + SPLITS, ... of its BLOCK_M rows, and records them
-    where the pointers of a ``Recorder`` are given."""
+    where the pointers of a ``Recorder`` are given. SLOTS: rows are slots, and those of no expert are taken for zeros:
+    no GEMM wrote them."""
     BLOCKS: tl.constexpr = BLOCK_K // nvfp4.BLOCK
     SHORT: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1).to(tl.int64)
     in_rows = row < rows
+    written = in_rows
+    if SLOTS:
+        written = recording.routed_slots(row, in_rows, ids_ptr, experts)
     x_rows = x_ptr + row[:, None] * K
     if outer_ptr is None:
         top = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.int32)
         for tile in range(TILES):
-            x = _tile(x_rows, in_rows, tile * BLOCK_K, K, BLOCK_K)
+            x = _tile(x_rows, written, tile * BLOCK_K, K, BLOCK_K)
             top = tl.maximum(top, nvfp4.finite_or_zero(nvfp4.magnitude_bits(x)))
         exponent = nvfp4.outer_exponent(tl.max(top, axis=1))
         outer = nvfp4.power_of_two(exponent)
@@ -125,7 +130,7 @@ def _round_rows_kernel(
             tl.store(record_rows + PAYLOAD + K // nvfp4.BLOCK, exponent.to(tl.uint8), mask=in_rows & (split == 0))
     for turn in range((TILES + SPLITS - 1) // SPLITS):
         start = (turn * SPLITS + split) * BLOCK_K
-        x = _tile(x_rows, in_rows, start, K, BLOCK_K)
+        x = _tile(x_rows, written, start, K, BLOCK_K)
         codes, scale, _ = nvfp4.quantize_blocks(tl.reshape(x, [BLOCK_M, BLOCKS, nvfp4.BLOCK]), exponent, SHORT)
         values = nvfp4.decode_element(codes) * nvfp4.decode_scale(scale)[:, :, None]
         column = start + tl.arange(0, BLOCK_K)

@@ -137,7 +137,7 @@ def test_recording(capability: int, k: int, count: int, top_k: int, bits: bool) 
     pointers |= {"saturated_ptr": "*i64"}
     types = pointers | dict.fromkeys(("rows", "token_stride", "row_stride", "experts"), "i32")
     constants = {"K": k, "BLOCK_M": plan.block_m, "BLOCK_K": plan.block_k, "SPLITS": plan.splits, "TOP_K": 8}
-    constants |= {"PER_TOKEN": top_k, "BITS": bits, "OUTER_BYTE": False}
+    constants |= {"PER_TOKEN": top_k, "BITS": bits, "OUTER_BYTE": False, "SLOTS": top_k > 1}
     names = _round_rows_kernel.arg_names
     source = ASTSource(_round_rows_kernel, {n: types.get(n, "constexpr") for n in names}, constants)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": plan.num_warps})
