@@ -29,8 +29,7 @@ _GEMMS = ("linear", "matmul", "mm", "einsum")
 def prune(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
     """Restricts the routers of the regions in ``config.kept``.
 
-    Raises ``PruningError`` where a region's router is not a GEMM, a normalisation and a top-k; ``GuidanceError`` where
-    its expert ids come from no top-k.
+    Raises ``PruningError`` where a region's router is not a GEMM, a normalisation and a top-k.
     """
     kept = dict(config.kept)
     if not kept:
@@ -39,7 +38,9 @@ def prune(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphM
     for scope, node, region in list(region_ops(gm, "moe_float")):
         if region.name not in kept:
             continue
-        top = top_k_of(operand(node, "expert_ids"), region)
+        top = region.slots or top_k_of(operand(node, "expert_ids"))
+        if isinstance(top, str):
+            raise PruningError(f"experts of {region.name} cannot be pruned: {top}")
         if top not in done:  # blocks may share a router
             _restrict(feeds, scope, top, region, node)
             done.add(top)

@@ -16,7 +16,7 @@ from ..errors import GuidanceError
 from .feeds import Feeds, operand, region_ops
 from .graph import Builder, Scope, argument, line_of, op_name, same_shape, scopes, shape
 from .mode import Mode
-from .region import Feed, MoERegion
+from .region import Feed
 
 
 def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) -> GraphModule:
@@ -32,7 +32,9 @@ def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) 
     for scope, node, region in found:
         if region.slots:
             raise GuidanceError(f"routing of {region.name} cannot be replayed: {region.slots}")
-        top = top_k_of(operand(node, "expert_ids"), region)
+        top = top_k_of(operand(node, "expert_ids"))
+        if isinstance(top, str):
+            raise GuidanceError(f"routing of {region.name} cannot be replayed: {top}")
         if top not in replaced:  # blocks may share a router
             replay = feeds.whole(Feed("replay"), (feeds.tokens(), total), torch.int64, operand(node, "x"))
             _replace(feeds, scope, top, replay, slice(columns, columns + region.top_k))
@@ -43,17 +45,14 @@ def replay_routing(gm: GraphModule, example_inputs: list[Any], *, config: Mode) 
     return gm
 
 
-def top_k_of(ids: Any, region: MoERegion) -> Node:
-    """The top-k that a region's expert ids come from; ``GuidanceError`` where they come from something else."""
+def top_k_of(ids: Any) -> Node | str:
+    """The top-k that a region's expert ids come from, or what they come from instead."""
     node = ids
     while op_name(node) in ("reshape", "view", "flatten", "to", "long", "contiguous"):
         node = node.args[0]
     top = node.args[0] if op_name(node) == "getitem" and node.args[1] == 1 else None
     if not isinstance(top, Node) or op_name(top) != "topk":
-        raise GuidanceError(
-            f"routing of {region.name} cannot be replayed: its expert ids come from {op_name(node) or node} "
-            f"({line_of(node)}), not from a top-k"
-        )
+        return f"its expert ids come from {op_name(node) or node} ({line_of(node)}), not from a top-k"
     return top
 
 
