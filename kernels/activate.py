@@ -19,8 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trace_compile.kernels import elementwise, nvfp4, rows
+from trace_compile.kernels import words as form
 from trace_compile.kernels.codegen import ActivationCode
-from trace_compile.kernels.quantize import QuantizedRows
+from trace_compile.kernels.launch import activate_launch, target_of
+from trace_compile.kernels.quantize import QuantizedRows, write_own_or_given
 from trace_compile.numerics.formats import FORMATS
 from trace_compile.ops.routing import Routing
 
@@ -56,7 +58,27 @@ def activate(
         packed = torch.empty(slots, width // 2, dtype=torch.uint8, device=pre.device)
         scales = torch.empty(slots, width // _FORMAT.block, dtype=torch.uint8, device=pre.device)
         outers = torch.empty(slots, dtype=torch.float32, device=pre.device)
-    if values.numel():
+    if values.numel() and packed is not None and bias is None and pre.dtype == torch.bfloat16:
+        own = outer is None
+        plan = activate_launch(width // _FORMAT.block, own, target_of(pre.device))
+        tiles = triton.cdiv(width // _FORMAT.block, plan.block_b)
+        with rows.on(pre):
+            _activate_words_kernel[(triton.cdiv(slots, plan.block_m), tiles)](
+                pre.view(torch.int32),
+                values.view(torch.int32),
+                packed.view(torch.int32),
+                scales,
+                outer,
+                outers,
+                slots,
+                BLOCKS=width // _FORMAT.block,
+                GATED=gated,
+                ACT=code.forward,
+                BLOCK_M=plan.block_m,
+                BLOCK_B=plan.block_b,
+                num_warps=plan.num_warps,
+            )
+    elif values.numel():
         block = triton.next_power_of_2(width)
         with rows.on(pre):
             _activate_kernel[(slots,)](
@@ -128,6 +150,62 @@ def activate_backward(
                 num_warps=rows.row_warps(block),
             )
     return HiddenGrads(dpre, gated_h, dgates)
+
+
+@triton.jit
+def _activated(gate, up, ACT: tl.constexpr):
+    """Words of two bfloat16 each -> a word of their two results."""
+    low = ACT((gate << 16).to(tl.float32, bitcast=True), (up << 16).to(tl.float32, bitcast=True))
+    high = ACT((gate & form.UPPER).to(tl.float32, bitcast=True), (up & form.UPPER).to(tl.float32, bitcast=True))
+    return (high.to(tl.int32, bitcast=True) & form.UPPER) | ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _activate_words_kernel(
+    pre_ptr,
+    values_ptr,
+    packed_ptr,
+    scales_ptr,
+    outer_ptr,
+    outers_ptr,
+    slots,
+    BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Grid (row tiles, tiles of blocks; one where rows have their own outer scales). bfloat16, two to a word."""
+    STRIDE: tl.constexpr = form.WORDS * BLOCKS * (2 if GATED else 1)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    in_rows = row < slots
+    here = in_rows[:, None] & (block < BLOCKS)[None, :]
+    g = form.load_blocks(pre_ptr + row[:, None] * STRIDE, block, here)
+    u = g
+    if GATED:
+        u = form.load_blocks(pre_ptr + row[:, None] * STRIDE + form.WORDS * BLOCKS, block, here)
+    h = (
+        _activated(g[0], u[0], ACT),
+        _activated(g[1], u[1], ACT),
+        _activated(g[2], u[2], ACT),
+        _activated(g[3], u[3], ACT),
+        _activated(g[4], u[4], ACT),
+        _activated(g[5], u[5], ACT),
+        _activated(g[6], u[6], ACT),
+        _activated(g[7], u[7], ACT),
+    )
+    if outer_ptr is None:
+        # What the program makes of the zeros beyond a row is no part of its range.
+        top = tl.where(here, form.block_amax_finite(h), 0)
+        exponent = nvfp4.outer_exponent(tl.max(top, axis=1))
+        outer = nvfp4.power_of_two(exponent)
+    else:
+        outer = tl.load(outer_ptr) + tl.zeros([BLOCK_M], tl.float32)
+        exponent = nvfp4.given_exponent(outer)
+    tl.store(outers_ptr + row, outer, mask=in_rows & (tl.program_id(1).to(tl.int64) == 0))
+    targets = (packed_ptr, scales_ptr, values_ptr)
+    write_own_or_given(h, exponent, row, block, here, targets, BLOCKS, outer_ptr is None, True)
 
 
 @triton.jit

@@ -143,3 +143,14 @@ def words_launch(rows: int, blocks: int, own_outer: bool, target: Target) -> Wor
     many = rows * blocks >= 256 * threads * target.multiprocessors
     block_m = max(1, (2 if many else 1) * threads // block_b)
     return WordsLaunch(block_m, block_b, threads // 32)
+
+
+def activate_launch(blocks: int, own_outer: bool, target: Target) -> WordsLaunch:
+    """Configuration of the activation with quantization for rows of ``blocks`` blocks: a block a thread, for each takes
+    some eighty registers; a row's own outer scale needs all of it in one program."""
+    if target == INTERPRETER:
+        return WordsLaunch(32, 1 << (blocks - 1).bit_length(), 1)
+    plan = words_launch(0, blocks, own_outer, target)
+    block_b = 1 << (blocks - 1).bit_length() if own_outer else plan.block_b
+    warps = max(1, min(16, block_b // 32))
+    return WordsLaunch(max(1, 128 // block_b), block_b, max(4, warps))

@@ -270,14 +270,7 @@ def _quantize_words_kernel(
         if top_ptr is not None:
             tl.atomic_max(top_ptr + row // ROWS_PER_TOP, tl.max(form.block_amax(w), axis=1), mask=in_rows)
     targets = (packed_ptr, scales_ptr, values_ptr)
-    # Under its own outer scale no element of a row is beyond the codebook, but where that is the largest there is.
-    if OWN_OUTER:
-        if tl.max(exponent, axis=0) == nvfp4.OUTER_HIGHEST:
-            write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
-        else:
-            write_blocks(w, exponent, row, block, here, targets, BLOCKS, False, KEEP_OUTER)
-    else:
-        write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+    write_own_or_given(w, exponent, row, block, here, targets, BLOCKS, OWN_OUTER, KEEP_OUTER)
     if OWN_OUTER and TILES > 1:
         for tile in range(1, TILES):
             more = tl.full([], tile, tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -293,10 +286,25 @@ def _tile_of_blocks(words, in_rows, tile, BLOCKS: tl.constexpr, BLOCK_B: tl.cons
 
 
 @triton.jit
+def write_own_or_given(
+    w, exponent, row, block, here, targets, BLOCKS: tl.constexpr, OWN_OUTER: tl.constexpr, KEEP_OUTER: tl.constexpr
+):
+    """Under its own outer scale no element of a row is beyond the codebook, but where that is the largest there is."""
+    if OWN_OUTER:
+        if tl.max(exponent, axis=0) == nvfp4.OUTER_HIGHEST:
+            write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+        else:
+            write_blocks(w, exponent, row, block, here, targets, BLOCKS, False, KEEP_OUTER)
+    else:
+        write_blocks(w, exponent, row, block, here, targets, BLOCKS, True, KEEP_OUTER)
+
+
+@triton.jit
 def write_blocks(
     w, exponent, row, block, here, targets, BLOCKS: tl.constexpr, CLAMP: tl.constexpr, KEEP_OUTER: tl.constexpr
 ):
-    """Quantizes a tile of blocks; CLAMP unless no element is beyond the codebook."""
+    """Quantizes a tile of blocks, to codes and scales, to values, or to both; CLAMP unless no element is beyond the
+    codebook."""
     scale, step, reciprocal, keep = form.block_scale(form.block_amax(w), exponent)
     packed_ptr, scales_ptr, values_ptr = targets
     at = row[:, None, None] * BLOCKS + block[None, :, None]
@@ -305,7 +313,7 @@ def write_blocks(
         high = form.encode_words(w[4], w[5], w[6], w[7], reciprocal, keep, CLAMP)
         tl.store(scales_ptr + row[:, None] * BLOCKS + block[None, :], scale.to(tl.uint8), mask=here)
         tl.store(packed_ptr + at * 2 + tl.arange(0, 2)[None, None, :], tl.join(low, high), mask=here[:, :, None])
-    else:
+    if values_ptr is not None:
         if not KEEP_OUTER:
             step *= nvfp4.power_of_two(-exponent + 2 * nvfp4.BIAS)[:, None]
         first = form.round_four(w[0], w[1], w[2], w[3], reciprocal, keep, step, CLAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from torch import Tensor
 
 from tests.ops.reference import GPT_OSS, SQUARED_RELU, Case, compare_gradients, in_range, make_case, poison
 from trace_compile.kernels import providers, train
+from trace_compile.kernels.activate import activate
+from trace_compile.kernels.codegen import compile_activation
+from trace_compile.numerics import quantize, unpack_nibbles
 from trace_compile.ops import SWIGLU, UNQUANTIZED, W4A4_ROW, W4A4_TRACED, W4A16, Activation, MoEScheme, Out, check_close
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands
 from trace_compile.ops.records import encode_routing
 from trace_compile.ops.registry import provider_for
+from trace_compile.ops.routing import route
 
 kernel_test = pytest.mark.kernel
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
@@ -91,6 +96,30 @@ def test_guidance(kind: str, device: torch.device) -> None:
     guided = ops.nvfp4_moe_trains(*drifted.operands(outer_in=outer_in(case), **options))[Out.X_CODES]
     free = ops.nvfp4_moe_trains(*drifted.operands(outer_in=outer_in(case)))[Out.X_CODES]
     assert torch.equal(guided[~hit], free[~hit]) and not torch.equal(guided[hit], free[hit])
+
+
+@kernel_test
+@pytest.mark.parametrize("scheme", [W4A4_ROW, W4A4_TRACED], ids=["row", "traced"])
+@pytest.mark.parametrize("activation", [SWIGLU, SQUARED_RELU], ids=["swiglu", "relu2"])
+def test_the_activation_on_words(activation: Activation, scheme: MoEScheme, device: torch.device) -> None:
+    """bfloat16 without bias: h is quantized as the reference quantizes what the activation gives."""
+    g = torch.Generator().manual_seed(0)
+    pre = torch.randn(37, 2 * 80 if activation.gated else 80, generator=g)
+    pre[3], pre[4, 7], pre[5] = 0, torch.nan, pre[5] * 3e18
+    pre = pre.bfloat16().to(device)
+    outer = outer_in(case_of(device, scheme=scheme))
+    given = None if outer is None else outer[1:]
+    routing = route(torch.zeros(37, 1, dtype=torch.int64, device=device), 1)
+    code = compile_activation(activation, torch.bfloat16)
+    found = activate(pre, None, routing, code, activation.gated, True, given)
+    want = quantize(activation.evaluate(pre), outer="row" if given is None else given)
+    assert found.quantized is not None
+    got = found.quantized
+    assert float((got.packed != want.packed).double().mean()) < 2e-3
+    assert float((got.scales != want.scales).double().mean()) < 2e-3
+    assert torch.equal(got.outer, want.outer.expand(37))
+    values = replace(want, codes=unpack_nibbles(got.packed), scales=got.scales).dequantize().bfloat16()
+    torch.testing.assert_close(found.values, values, rtol=0, atol=0, equal_nan=True)
 
 
 @kernel_test
