@@ -1,6 +1,6 @@
 """Times training of one layer's experts in NVFP4 on a GPU, behind a check of results, beside bfloat16 in the same run.
 
-    python tools/bench_train.py [--shape qwen3-30b-a3b] [--tokens 4096 16384] [--profile]
+    python tools/bench_train.py [--shape qwen3-30b-a3b] [--tokens 4096 16384] [--profile] [--json FILE]
 
 Forward and backward of the whole expert FFN from routed ids: ``ours`` (weights packed beforehand), ``lean`` (grouped
 bfloat16 GEMMs, rows sorted once, torch operations and a backward by hand around them), ``transformers`` (its own
@@ -12,13 +12,16 @@ by 1, 4 and 16 micro-batches, and the most memory one forward and backward take 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from trace_compile.kernels import providers
@@ -190,7 +193,7 @@ def check(layer: Layer, scheme: MoEScheme, packs: list[Tensor]) -> None:
         check_close(a, b, k=k, dtype=torch.bfloat16, stages=8, name=name)
 
 
-def bench(name: str, tokens: int, profile: bool, gate: bool) -> None:
+def bench(name: str, tokens: int, profile: bool, gate: bool) -> dict[str, Any]:
     shape = SHAPES[name]
     layer = Layer.random(shape, tokens)
     cache = PackedWeights()
@@ -216,12 +219,15 @@ def bench(name: str, tokens: int, profile: bool, gate: bool) -> None:
     for label, (time, memory) in found.items():
         ratio, mebibytes = time / base, memory / 2**20
         print(f"{name} {tokens:6d} tokens  {label:26s} {time:9.1f} us  {ratio:5.3f}x lean  {mebibytes:8.0f} MiB")
-    print_packing(layer, found["ours, traced scales"][0], base)
+    packing = print_packing(layer, found["ours, traced scales"][0], base)
     if profile:
         print_profile(lambda: layer.step(lambda: layer.ours(W4A4_TRACED, packs)))
+    results = {label: {"us": time, "extra_bytes": memory} for label, (time, memory) in found.items()}
+    return {"shape": name, "tokens": tokens, "results": results, "packing_us": packing}
 
 
-def print_packing(layer: Layer, ours: float, base: float) -> None:
+def print_packing(layer: Layer, ours: float, base: float) -> float:
+    """Microseconds to pack both weights again, as after an optimizer's step."""
     cache = PackedWeights()
     times = []
     for _ in range(6):
@@ -236,6 +242,7 @@ def print_packing(layer: Layer, ours: float, base: float) -> None:
     packing = statistics.median(times[1:])
     shared = "  ".join(f"/{n}: {(ours + packing / n) / base:5.3f}x" for n in (1, 4, 16))
     print(f"packing both weights {packing:9.1f} us; with it shared by micro-batches, to lean: {shared}")
+    return packing
 
 
 def print_profile(work: Callable[[], object]) -> None:
@@ -254,11 +261,14 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--profile", action="store_true", help="time of each kernel of ours")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--no-gate", action="store_true", help="skip the check of results")
     arguments = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16")
-    for tokens in arguments.tokens:
-        bench(arguments.shape, tokens, arguments.profile, not arguments.no_gate)
+    device, versions = torch.cuda.get_device_name(), {"torch": torch.__version__, "triton": triton.__version__}
+    print(f"{device}, {versions}, bfloat16")
+    runs = [bench(arguments.shape, tokens, arguments.profile, not arguments.no_gate) for tokens in arguments.tokens]
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"device": device, **versions, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
