@@ -58,7 +58,7 @@ def observed_by_slot(o: NvFp4MoEOperands, h: Tensor) -> dict[int, Tensor]:
 def per_row(rows: Tensor, outer: Tensor | None) -> QuantizedRows:
     """``rows [M, K]`` quantized, with one outer scale a row, ``f32 [M]``, also where one is given for all, ``[1]``."""
     q = quantize_rows(rows, outer)
-    return QuantizedRows(q.packed, q.scales, q.outer.expand(rows.shape[0]).contiguous())
+    return q if outer is None else QuantizedRows(q.packed, q.scales, outer.repeat(rows.shape[0]))
 
 
 def _statistics(
