@@ -117,7 +117,7 @@ def _amax_kernel(weight_ptr, top_ptr, size, TURNS: tl.constexpr, BLOCK: tl.const
     expert = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * (TURNS * BLOCK)
     largest = tl.zeros([BLOCK], tl.int32)
-    for turn in tl.static_range(TURNS):
+    for turn in range(TURNS):
         i = start + turn * BLOCK + tl.arange(0, BLOCK)
         x = nvfp4.to_float32(tl.load(weight_ptr + expert * size + i, mask=i < size, other=0.0))
         largest = tl.maximum(largest, nvfp4.magnitude_bits(x))

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trace_compile.kernels import activate, guided, quantize, routing, rows
+from trace_compile.kernels import activate, guided, observe, pack, quantize, routing, rows
 from trace_compile.kernels.codegen import compile_activation
 from trace_compile.kernels.launch import Target, quantize_launch, rows_launch, words_launch
 from trace_compile.kernels.quantize import _quantize_nvfp4_kernel
@@ -64,11 +64,11 @@ WORDS_PLAN = words_launch(10**6, K // 16, True, Target(90, 132))
 ROWS_PLAN = rows_launch(K // 8)
 INTEGERS = ("rows", "words_stride", "outer_stride", "slots", "experts")
 TYPES = {
-    "fp32": ("outer", "outers"),
-    "i64": ("token", "order", "inverse", "expert"),
-    "i32": ("words", "offsets", "starts"),
+    "fp32": ("outer", "outers", "guess", "guide_outer"),
+    "i64": ("token", "order", "inverse", "expert", "ids", "counts", "hist", "saturated"),
+    "i32": ("words", "offsets", "starts", "amax", "top"),
+    "u8": ("scales", "guide_scales", "payload", "hit", "dropped", "valid", "packed"),
 }
-TYPES |= {"u8": ("scales", "guide_scales", "payload", "hit", "dropped")}
 # Kernel, which pointers are not given, constants, warps. Pointers not named in TYPES are bfloat16.
 TRAINING: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], int]] = {
     "quantize": (
@@ -99,6 +99,14 @@ TRAINING: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], int]] = {
         4,
     ),
     "guide": (guided._guide_kernel, (), {"K": K, "BITS": True, "BLOCK": 4096}, 16),
+    "activate_words": (
+        activate._activate_words_kernel,
+        ("outer_ptr",),
+        {"BLOCKS": WIDTH // 16, "GATED": True, "ACT": SWIGLU_CODE.forward, "BLOCK_M": 2, "BLOCK_B": 64},
+        4,
+    ),
+    "pack_again": (pack._again_kernel, (), {"BLOCKS": K // 16, "BLOCK_M": 1, "BLOCK_B": 64}, 2),
+    "statistics": (observe._statistics_kernel, ("order_ptr",), {"K": K, "TOP_K": 8, "BLOCK": 4096}, 16),
     "place": (routing._place_kernel, (), {"TOP_K": 8, "BINS": 256, "CHUNK": 512, "PART": 32}, 8),
 }
 
@@ -110,8 +118,8 @@ def test_training_kernels(name: str, capability: int, tmp_path: Path) -> None:
     kernel, absent, constants, warps = TRAINING[name]
     constants = constants | dict.fromkeys(absent)
     kinds = {f"{pointer}_ptr": f"*{kind}" for kind, pointers in TYPES.items() for pointer in pointers}
-    if name == "quantize":
-        kinds["packed_ptr"] = "*i32"
+    if name in ("quantize", "activate_words", "pack_again"):  # in words
+        kinds |= dict.fromkeys(("packed_ptr", "values_ptr", "pre_ptr"), "*i32")
     signature = {
         n: "constexpr" if n in constants else "i32" if n in INTEGERS else kinds.get(n, "*bf16")
         for n in kernel.arg_names
