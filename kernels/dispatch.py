@@ -18,21 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from trace_compile.kernels import elementwise, nvfp4
-from trace_compile.kernels.launch import DispatchLaunch, dispatch_launch, target_of
+from trace_compile.kernels.launch import target_of
+from trace_compile.kernels.moe_launch import DispatchLaunch, dispatch_launch
 
 NO_SLOT = tl.constexpr(-1)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile t multiplies expert ``expert[t]`` by the rows of ``slots[t]``; -1 marks unused tiles and places."""
+    """Tile t multiplies expert ``expert[t]`` by the rows of ``slots[t]``; -1 marks unused tiles and places. Without
+    ``slots`` every slot is a tile of its own, and ``expert`` are the slots' ids."""
 
-    expert: Tensor  # i32 [tiles]
-    slots: Tensor  # i32 [tiles, tile]
-
-    @property
-    def tile(self) -> int:
-        return self.slots.shape[1]
+    expert: Tensor  # i32 [tiles], or i64 [slots]
+    slots: Tensor | None  # i32 [tiles, tile]
+    tile: int
 
 
 def tile_limit(slots: int, experts: int, tile: int) -> int:
@@ -43,17 +42,17 @@ def tile_limit(slots: int, experts: int, tile: int) -> int:
 def tiles_of(expert_ids: Tensor, experts: int, tile: int, *, launch: DispatchLaunch | None = None) -> Tiles:
     """The tiles of ``expert_ids i64 [T, K]``."""
     slots, device = expert_ids.numel(), expert_ids.device
+    if slots <= 8 or 8 * slots <= experts:  # an expert that two slots share is read twice, once from the cache
+        return Tiles(expert_ids.contiguous().view(-1), None, tile)
     limit = tile_limit(slots, experts, tile)
-    tiles = Tiles(
-        torch.empty(limit, dtype=torch.int32, device=device),
-        torch.empty(limit, tile, dtype=torch.int32, device=device),
-    )
+    lists = torch.empty(limit, tile, dtype=torch.int32, device=device)
+    tiles = Tiles(torch.empty(limit, dtype=torch.int32, device=device), lists, tile)
     if slots:
         plan = launch or dispatch_launch(slots, target_of(device))
         _tiles_kernel[(experts,)](
             expert_ids.contiguous(),
             tiles.expert,
-            tiles.slots,
+            lists,
             slots,
             limit,
             EXPERTS=experts,

@@ -14,10 +14,12 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """What a launch choice may depend on: compute capability (0 in the interpreter) and number of multiprocessors."""
+    """What a launch choice may depend on: compute capability (0 in the interpreter), number of multiprocessors, and the
+    device's name, under which measured launches are kept."""
 
     capability: int
     multiprocessors: int
+    name: str = ""
 
 
 INTERPRETER = Target(0, 1)
@@ -30,7 +32,7 @@ def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    return Target(10 * properties.major + properties.minor, properties.multi_processor_count)
+    return Target(10 * properties.major + properties.minor, properties.multi_processor_count, properties.name)
 
 
 @dataclass(frozen=True)
@@ -77,46 +79,6 @@ def rows_launch(words: int) -> RowsLaunch:
     """Tiles of rows that are only moved and unpacked: about 1024 words, up to 256 of them in a row."""
     block_k = min(256, 1 << (words - 1).bit_length())
     return RowsLaunch(1024 // block_k, block_k, 4)
-
-
-@dataclass(frozen=True)
-class DispatchLaunch:
-    """Slots that a program reads at a time."""
-
-    block: int
-    num_warps: int
-
-
-def dispatch_launch(slots: int, target: Target) -> DispatchLaunch:
-    """Configuration of ``dispatch.tiles_of`` for ``slots`` slots."""
-    block = min(1024, max(32, 1 << (slots - 1).bit_length()))
-    return DispatchLaunch(block, num_warps=max(1, min(8, block // 128)))
-
-
-@dataclass(frozen=True)
-class GemmLaunch:
-    """``tile`` slots by ``block_n`` columns of the result (twice as many of the weight when gated) per program.
-
-    64 columns of K are loaded at a time, ``stages`` times ahead. None of it changes a bit of the result.
-    """
-
-    tile: int
-    block_n: int
-    stages: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class MoELaunch:
-    """Of one expert layer."""
-
-    gate_up: GemmLaunch
-    down: GemmLaunch
-
-
-def moe_launch(tokens: int, top_k: int, experts: int, hidden: int, width: int, target: Target) -> MoELaunch:
-    """Configuration of ``moe_forward`` for ``tokens`` x ``hidden`` and ``experts`` of ``width``."""
-    return MoELaunch(GemmLaunch(16, 64, 3, 4), GemmLaunch(16, 64, 3, 4))
 
 
 @dataclass(frozen=True)

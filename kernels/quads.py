@@ -4,6 +4,8 @@ Why inline assembly: a plane of two neighbouring words is one 32-bit register, w
 Triton's own terms the halves would be taken apart and joined again. Triton's interpreter has no assembly; there the
 same bits are moved by the same table in Triton's terms.
 
+The shifter and the logic unit are what a Hopper multiprocessor runs out of first, so products do what they can.
+
 Invariants: results are exact, element * block scale * 2^-RESIDUAL, bfloat16 (float32 in the interpreter, whose dot
 products of bfloat16 are wrong); the positions of bits come from ``ops.quads.MOVES``.
 """
@@ -45,8 +47,8 @@ def _assembly() -> str:
         for move in moves[1:]:
             lines += [_moved("part", move), f"lop3.b32 word, word, part, {_twice(move.mask)}, 0xF8;"]
         lines += [
-            f"prmt.b32 scale, $5, 0, 0x4{p}4{p};",
-            f"mad.lo.u32 scale, scale, {1 << _SCALE_SHIFT}, {_twice(_SCALE_BIAS)};",
+            f"prmt.b32 scale, $5, 0, {0x4440 + p:#x};",  # byte p alone; the product has it in both halves
+            f"mad.lo.u32 scale, scale, {_twice(1 << _SCALE_SHIFT)}, {_twice(_SCALE_BIAS)};",
             f"mul.bf16x2 ${p}, word, scale;",
         ]
     return "{" + " ".join(lines) + "}"
@@ -62,11 +64,12 @@ _HALF = tl.constexpr(16)
 
 @triton.jit
 def unpack(words, scales):
-    """``words`` int16 [N, 16] and ``scales`` int32 [N] -> [N, 64], k in its order: element * scale * 2^-RESIDUAL.
+    """``words`` int16 [..., 16], ``scales`` int32 [...] -> [..., 64], k in its order: element * scale * 2^-RESIDUAL.
 
-    Joining the planes moves nothing: each thread has the columns of all planes that it is to hand to the tensor core.
+    For one or two leading dimensions. Joining the planes moves nothing: each thread has the columns of all planes that
+    it is to hand to the tensor core.
     """
-    scales = tl.broadcast_to(scales[:, None], words.shape)
+    scales = tl.broadcast_to(tl.expand_dims(scales, -1), words.shape)
     if INTERPRETING:
         p0 = _plane(words, scales, 0)
         p1 = _plane(words, scales, 1)
@@ -81,8 +84,11 @@ def unpack(words, scales):
             is_pure=True,
             pack=2,
         )
-    joined = tl.permute(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (0, 2, 3, 1))  # [N, i, j, 16]: plane 2 i + j
-    return tl.reshape(joined, (words.shape[0], CHUNK))
+    joined = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # [..., 16, i, j]: plane 2 i + j
+    if len(words.shape) == 2:
+        return tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (words.shape[0], CHUNK))
+    else:
+        return tl.reshape(tl.permute(joined, (0, 1, 3, 4, 2)), (words.shape[0], words.shape[1], CHUNK))
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from trace_compile.kernels.launch import INTERPRETER, Target, quantize_launch
+from trace_compile.kernels.moe_launch import GemmLaunch, MoELaunch, moe_launch, segments
 
 
 def power_of_two(n: int) -> bool:
@@ -25,3 +26,37 @@ def test_few_rows_are_split_over_the_device() -> None:
     target = Target(90, 132)
     assert quantize_launch(1, 14336, True, target).splits > 1
     assert quantize_launch(100_000, 14336, True, target).splits == 1
+
+
+H200 = Target(90, 132, "NVIDIA H200")
+LAYERS = [(128, 2048, 1536, 768, 8), (32, 2880, 5760, 2880, 4), (8, 4096, 28672, 14336, 2), (6, 128, 192, 64, 2)]
+
+
+def test_moe_launch_is_legal() -> None:
+    for (experts, hidden, columns, width, top_k), target in itertools.product(LAYERS, (H200, Target(100, 148))):
+        for tokens in (1, 2, 8, 33, 128, 700, 4096, 100_000):
+            plan = moe_launch(tokens, top_k, experts, hidden, columns, width, target)
+            for launch, rows, k in ((plan.gate_up, columns, hidden), (plan.down, hidden, width)):
+                case = (experts, tokens, target, launch)
+                sizes = (launch.tile, launch.block_n, launch.num_warps)
+                assert all(map(power_of_two, sizes)) and launch.tile >= 8 and launch.stages >= 2, case
+                assert launch.block_n >= 16 * launch.num_warps or launch.side_by_side, case
+                assert not launch.side_by_side or launch.num_warps == segments(rows, k) > 1, case
+
+
+def test_measured_launches_are_taken_by_the_nearest_tokens() -> None:
+    def chosen(tokens: int, target: Target) -> MoELaunch:
+        return moe_launch(tokens, 8, 128, 2048, 1536, 768, target)
+
+    assert chosen(128, H200) == MoELaunch(GemmLaunch(16, 128, 4, 4), GemmLaunch(16, 128, 4, 4))
+    assert chosen(100, H200) == chosen(128, H200) == chosen(200, H200) != chosen(32, H200)
+    assert chosen(512, H200) != chosen(512, Target(90, 132, "another"))
+
+
+def test_segments_depend_on_the_weight_alone() -> None:
+    assert [segments(n, k) for n, k in ((1536, 2048), (2048, 768), (5760, 2880), (2880, 2880), (4096, 14336))] == [
+        1, 1, 1, 2, 4
+    ]  # fmt: skip
+    for n, k in itertools.product((64, 4096, 30000), range(64, 20000, 64)):
+        parts, chunks = segments(n, k), k // 64
+        assert power_of_two(parts) and (parts - 1) * -(-chunks // parts) < chunks, "every segment has something to add"

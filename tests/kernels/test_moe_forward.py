@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.ops.reference import ACTIVATIONS, GPT_OSS, make_case
+from tests.ops.reference import ACTIVATIONS, GPT_OSS, SQUARED_RELU, make_case
 from trace_compile import numerics
 from trace_compile.kernels import providers  # noqa: F401
 from trace_compile.kernels.dispatch import tile_limit, tiles_of
-from trace_compile.kernels.launch import DispatchLaunch, GemmLaunch, MoELaunch, QuantizeLaunch
+from trace_compile.kernels.grouped_gemm import Rows, Weights, expert_gemm
+from trace_compile.kernels.launch import QuantizeLaunch
 from trace_compile.kernels.moe_forward import forward, refuses
+from trace_compile.kernels.moe_launch import DispatchLaunch, GemmLaunch, MoELaunch, segments
 from trace_compile.kernels.recording import Recorder
 from trace_compile.kernels.round_rows import round_rows
 from trace_compile.ops import (
@@ -27,10 +29,13 @@ from trace_compile.ops import (
     MoEScheme,
     OperandScheme,
     Out,
+    WeightLayout,
     check_close,
+    pack_experts,
     provider_for,
 )
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, native
+from trace_compile.ops.quads import has_fp4
 from trace_compile.ops.observe import histogram
 from trace_compile.ops.weights import Packed
 
@@ -48,6 +53,12 @@ def operands(device: torch.device, scheme: MoEScheme = W4A4_ROW, **options: Any)
     o = NvFp4MoEOperands(*case.operands(w13=None, w2=None, outer_in=outer))
     q13, q2 = Packed(o.c13, o.s13, o.g13).quads, Packed(o.c2, o.s2, o.g2).quads
     return replace(o, c13=q13.codes, s13=q13.scales, c2=q2.codes, s2=q2.scales)
+
+
+def linear(o: NvFp4MoEOperands) -> NvFp4MoEOperands:
+    """The same weights as FP4 tensor cores take them."""
+    p13, p2 = Packed(o.c13, o.s13, o.g13).linear, Packed(o.c2, o.s2, o.g2).linear
+    return replace(o, c13=p13.codes, s13=p13.scales, c2=p2.codes, s2=p2.scales)
 
 
 def result(o: NvFp4MoEOperands, launch: MoELaunch | None = None) -> Tensor:
@@ -121,6 +132,27 @@ def test_a_token_has_its_bits_in_any_batch_and_launch(device: torch.device) -> N
 
 
 @kernel_test
+def test_segments_have_their_bits_side_by_side_and_in_turn(device: torch.device) -> None:
+    k, columns, experts, rows = 2880, 48, 2, 3
+    assert segments(columns, k) == 2 and (k // 64) % 2
+    generator = torch.Generator().manual_seed(0)
+    scheme = W4A16.weight
+    assert scheme is not None
+    packed = pack_experts(torch.randn(experts, columns, k, generator=generator), WeightLayout(), scheme).quads
+    weights = Weights(packed.codes.to(device), packed.scales.to(device), packed.outer.to(device), None)
+    x = torch.randn(rows, k, generator=generator).to(torch.bfloat16)
+    ids = torch.arange(rows, device=device)[:, None] % experts
+    tiles = tiles_of(ids, experts, 8)
+    found = [
+        expert_gemm(Rows(x.to(device), None, 1), weights, tiles, launch)
+        for launch in (GemmLaunch(8, 64, 3, 2, side_by_side=True), GemmLaunch(8, 32, 3, 2))
+    ]
+    assert torch.equal(*found)
+    exact = torch.stack([packed.dequantize(torch.float64)[e] @ x[i].double() for i, e in enumerate(ids[:, 0].tolist())])
+    check_close(found[0].cpu(), exact.to(torch.bfloat16), k=k)
+
+
+@kernel_test
 @pytest.mark.parametrize("scheme", [W4A16, W4A4_ROW], ids=["w4a16", "row"])
 def test_non_finite_tokens_stay_alone(scheme: MoEScheme, device: torch.device) -> None:
     o = operands(device, scheme, hidden=64)
@@ -130,6 +162,19 @@ def test_non_finite_tokens_stay_alone(scheme: MoEScheme, device: torch.device) -
     x[1, 3], x[3, 60] = torch.nan, torch.inf
     found, clean = result(replace(o, x=x)), result(o)
     assert bool(found[[1, 3]].isnan().all()) and torch.equal(found[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+@kernel_test
+@pytest.mark.parametrize("scheme", [W4A4_ROW, W4A4_TRACED], ids=["row", "traced"])
+@pytest.mark.parametrize("activation", [GPT_OSS, SQUARED_RELU], ids=["gated", "plain"])
+def test_fp4_tensor_cores_equal_native(scheme: MoEScheme, activation: Activation, device: torch.device) -> None:
+    """What the block-scaled product computes, decoded: K beyond and short of whole blocks, a NaN token."""
+    if device.type == "cuda" and not has_fp4(device):
+        pytest.skip("no FP4 tensor cores; Triton's interpreter checks the arithmetic")
+    o = operands(device, scheme, activation=activation, tokens=4, hidden=192, width=64, experts=3)
+    x = o.x.clone()
+    x[2, 5] = torch.nan
+    assert_native(linear(replace(o, x=x)))
 
 
 @kernel_test
@@ -143,6 +188,9 @@ def test_tiles(slots: int, tile: int, block: int, device: torch.device) -> None:
     for expert in range(experts):
         own = (ids[:, 0] == expert).nonzero()[:, 0].tolist()
         expected += [(expert, own[i : i + tile]) for i in range(0, len(own), tile)]
+    if tiles.slots is None:
+        assert slots == 1 and torch.equal(tiles.expert.cpu(), ids[:, 0])
+        return
     assert len(expected) <= tile_limit(slots, experts, tile) == tiles.expert.shape[0]
     found = tiles.expert.tolist()
     assert found == [e for e, _ in expected] + [-1] * (len(found) - len(expected))
@@ -181,8 +229,7 @@ def test_what_is_refused() -> None:
     o = on_fake_gpu(own)
     assert refuses(o) is None and provider_for("nvfp4_moe", list(vars(o).values())).name == "triton"
     whole = MoEScheme(OperandScheme(outer="expert"), OperandScheme(outer="tensor"))
-    parts = [Packed(own.c13, own.s13, own.g13).linear, Packed(own.c2, own.s2, own.g2).linear]
-    linear = on_fake_gpu(replace(own, c13=parts[0].codes, s13=parts[0].scales, c2=parts[1].codes, s2=parts[1].scales))
+    unpacked = on_fake_gpu(linear(own))
     for refused, reason in (
         (own, "cpu"),
         (replace(o, w13=o.x, w2=o.x), "gradients"),
@@ -190,7 +237,7 @@ def test_what_is_refused() -> None:
         (replace(o, x=o.x.float()), "float32"),
         (replace(o, gates=o.gates.double()), "float64"),
         (replace(o, scheme=whole.key), "whole batch"),
-        (linear, "linear"),
+        (unpacked, "linear"),
     ):
         found = refuses(refused)
         assert found is not None and reason in found

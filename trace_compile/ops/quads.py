@@ -122,10 +122,15 @@ def refuses_quads(weight: OperandScheme | None, *widths: int) -> str | None:
 def prefers_quads(scheme: MoEScheme, widths: tuple[int, ...], device: torch.device) -> bool:
     """Whether inference keeps a region's weights, with these K, in this form: on GPUs without FP4 tensor cores for the
     scheme."""
-    if device.type != "cuda" or refuses_quads(scheme.weight, *widths) is not None:
+    if refuses_quads(scheme.weight, *widths) is not None or not torch.cuda.is_available() or device.type != "cuda":
         return False
-    major, _ = torch.cuda.get_device_capability(device)
-    return major >= 8 and (major < 10 or scheme.act is None)
+    return torch.cuda.get_device_capability(device)[0] >= 8 and (scheme.act is None or not has_fp4(device))
+
+
+def has_fp4(device: torch.device) -> bool:
+    """Whether tensor cores multiply E2M1 by E2M1 with a scale for every block (Blackwell)."""
+    cuda = device.type == "cuda" and torch.cuda.is_available()
+    return cuda and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def _shifted(bits: Tensor, left: int) -> Tensor:
