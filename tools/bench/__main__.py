@@ -117,10 +117,12 @@ def main() -> int:
             except AssertionError as wrong:
                 failed.append(f"{shape.name} {tokens}: {wrong}")
                 print(f"{shape.name:14s} {tokens:5d} WRONG: {wrong}", flush=True)
+            if chosen.out is not None:  # after every row: a run that is cut short leaves what it has
+                chosen.out.write_text(
+                    json.dumps({"environment": found, "rows": rows, "wrong": failed}, indent=1) + "\n"
+                )
         del first, layers
         torch.cuda.empty_cache()
-    if chosen.out is not None:
-        chosen.out.write_text(json.dumps({"environment": found, "rows": rows, "wrong": failed}, indent=1) + "\n")
     return 1 if failed else 0
 
 
