@@ -107,9 +107,7 @@ def _forward(o: NvFp4MoEOperands, launch: MoELaunch | None) -> dict[int, Tensor]
     return found | recorder.results((x.outer, hq.outer))
 
 
-def _rows(
-    x: Tensor, o: NvFp4MoEOperands, which: int, top_k: int, recorder: Recorder | None
-) -> Rows | PackedRows:
+def _rows(x: Tensor, o: NvFp4MoEOperands, which: int, top_k: int, recorder: Recorder | None) -> Rows | PackedRows:
     """``x`` as the scheme wants it multiplied, with the traced outer scale of gate/up (0) or down (1) if it is."""
     act = o.schemes.act
     if act is None:

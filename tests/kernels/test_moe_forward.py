@@ -35,8 +35,8 @@ from trace_compile.ops import (
     provider_for,
 )
 from trace_compile.ops.nvfp4_moe import NvFp4MoEOperands, native
-from trace_compile.ops.quads import has_fp4
 from trace_compile.ops.observe import histogram
+from trace_compile.ops.quads import has_fp4
 from trace_compile.ops.weights import Packed
 
 kernel_test = pytest.mark.kernel
