@@ -20,6 +20,7 @@ from torch import Tensor
 from trace_compile.kernels import elementwise, nvfp4
 from trace_compile.kernels.launch import target_of
 from trace_compile.kernels.moe_launch import DispatchLaunch, dispatch_launch
+from trace_compile.ops.routing import check_rows
 
 NO_SLOT = tl.constexpr(-1)
 
@@ -40,7 +41,8 @@ def tile_limit(slots: int, experts: int, tile: int) -> int:
 
 
 def tiles_of(expert_ids: Tensor, experts: int, tile: int, *, launch: DispatchLaunch | None = None) -> Tiles:
-    """The tiles of ``expert_ids i64 [T, K]``."""
+    """The tiles of ``expert_ids i64 [T, K]``. Raises ``OperandError`` for more slots than int32 can number."""
+    check_rows(expert_ids)
     slots, device = expert_ids.numel(), expert_ids.device
     if slots <= 8 or 8 * slots <= experts:  # an expert that two slots share is read twice, once from the cache
         return Tiles(expert_ids.contiguous().view(-1), None, tile)

@@ -119,8 +119,11 @@ def test_more_rows_than_int32_offsets_hold_are_refused_by_number() -> None:
     """Group ends are int32, as grouped GEMMs take them; below the limit sizes and addresses are 64-bit."""
     at_limit = torch.empty(2**30 - 1, 2, dtype=torch.int64, device="meta")
     assert route(at_limit, 8).offsets.shape == (8,)
-    with pytest.raises(OperandError, match=r"1073741824 tokens with 2 experts each are 2147483648 rows.*2147483647"):
-        route(torch.empty(2**30, 2, dtype=torch.int64, device="meta"), 8)
+    beyond = torch.empty(2**30, 2, dtype=torch.int64, device="meta")
+    tiles_of = pytest.importorskip("trace_compile.kernels.dispatch").tiles_of
+    for dispatch in (lambda: route(beyond, 8), lambda: tiles_of(beyond, 8, 16)):
+        with pytest.raises(OperandError, match="1073741824 tokens with 2 experts each are 2147483648 rows.*2147483647"):
+            dispatch()
 
 
 def test_shapes_beyond_int32_are_counted_exactly() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ from trace_compile.state.ranges import Ranges
 from trace_compile.state.trace import Trace
 from trace_compile.state.usage import Phase, Usage, count_routes
 from trace_compile.tokens import Tokens, TokenTracker
+
+logger = logging.getLogger("trace_compile")
 
 RecordKind = Literal["ranges", "bit", "code"]
 LayerRule = tuple[str, ...] | Callable[[str], bool]
@@ -231,6 +234,12 @@ class Session:
             if self.recording is None and _facts(latest) != _facts(self.regions):
                 self._plain(latest)  # raises where the rule does not fit
                 self.regions = latest
+                self._say_what_is_not_guided()
+
+    def _say_what_is_not_guided(self) -> None:
+        for region in self.regions if self.recipe.guidance != "none" else ():
+            if region.slots:
+                logger.warning("%s is quantized but not recorded or guided: %s", region.name, region.slots)
 
     def need_regions(self) -> tuple[Region, ...]:
         if not self.regions:

@@ -40,6 +40,16 @@ class Routing:
         return self.bounds.diff()
 
 
+def check_rows(expert_ids: Tensor) -> None:
+    """Raises ``OperandError`` where ``expert_ids [T, K]`` make more rows than int32 can number."""
+    tokens, top_k = expert_ids.shape
+    if tokens * top_k > _MOST_ROWS:
+        raise OperandError(
+            f"{tokens} tokens with {top_k} experts each are {tokens * top_k} rows; they are numbered in int32, which "
+            f"ends at {_MOST_ROWS}: split the batch"
+        )
+
+
 def route(expert_ids: Tensor, num_experts: int, *, stable: bool = True) -> Routing:
     """Sorts the slots of ``expert_ids i64 [T, K]`` by expert.
 
@@ -47,12 +57,7 @@ def route(expert_ids: Tensor, num_experts: int, *, stable: bool = True) -> Routi
     which is what transformers uses: only so are sums over an expert's tokens equal to its sums bit for bit.
     Raises ``OperandError`` for more rows than int32 group ends can hold.
     """
-    tokens, top_k = expert_ids.shape
-    if tokens * top_k > _MOST_ROWS:
-        raise OperandError(
-            f"{tokens} tokens with {top_k} experts each are {tokens * top_k} rows; group ends are int32 and hold "
-            f"{_MOST_ROWS}: split the batch"
-        )
+    check_rows(expert_ids)
     ids = expert_ids.reshape(-1)
     ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     # A stable order is the same for any dtype, and a radix sort of two bytes takes a quarter of the time of eight.
