@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trace_compile.errors import ExportError
+from trace_compile.errors import ExportError, UnknownFormatError
 from trace_compile.export import (
+    FORMATS,
     ExpertTensor,
     ExpertWeights,
     ExportReport,
@@ -159,6 +160,8 @@ def export_model(
             cannot be written as a program.
         NonFiniteWeightError, UnknownFormatError: see ``export_checkpoint``. Nothing is written then.
     """
+    if format not in (*FORMATS, *PROGRAM_FORMATS):
+        raise UnknownFormatError(f"unknown export format {format!r}; known: {', '.join((*FORMATS, *PROGRAM_FORMATS))}")
     activations = _activations(experts, format, activations)
     if format in PROGRAM_FORMATS:
         return export_program(rollout_of(experts, model, activations), Path(path), format=format, **options)

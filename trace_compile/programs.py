@@ -128,7 +128,7 @@ def export_program(
         format: ``"pt2"``, for ``torch.export.load``; ``"aoti"``, compiled for this device, for
             ``torch._inductor.aoti_load_package``; ``"onnx"``, see ``export.onnx_model``.
         form: see ``Form``. Default: ``portable``, which needs nothing of this package. ``fused`` programs need
-            ``import trace_compile.ops`` (with Triton kernels ``trace_compile.kernels``) before they are loaded.
+            the imports that program.json lists before they are loaded.
         overwrite: replace an earlier export at ``path``.
 
     Raises ExportError as ``rollout_program``, and for a form that the format cannot hold; ``path`` is then untouched.
@@ -156,6 +156,7 @@ def export_program(
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,
             "torch": torch.__version__,
+            "imports": _imports(parameter.device) if form == "fused" else [],
         }
         write_json(folder / "program.json", about)
         config = model_config(rollout.module, parameter.dtype)
@@ -171,6 +172,11 @@ def export_program(
             bits_per_expert_weight=8 * sum(p.nbytes for p in packed) / sum(2 * p.codes.numel() for p in packed),
             tensors=len(program.exported.state_dict) + len(constants),
         )
+
+
+def _imports(device: torch.device) -> list[str]:
+    """What defines the ops of a fused program; to be imported before it is loaded."""
+    return ["trace_compile.ops", *(["trace_compile.kernels.providers"] if device.type == "cuda" else [])]
 
 
 def _write(program: RolloutProgram, folder: Path, format: str) -> str:

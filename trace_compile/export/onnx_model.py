@@ -9,6 +9,8 @@ Two forms:
    axis); scales of DequantizeLinear may not be 8-bit floats, hence two. That is the form that TensorRT reads.
    onnxruntime's CPU has no kernel for it; the reference evaluator runs it. Opset 23, IR 11 (4-bit floats came with it).
 
+Programs have the model's dtype; onnxruntime's CPU runs float32 ones (it has no bfloat16 GEMM).
+
 Opset 23 in both: attention, rotary embedding and RMS normalization are operations of their own from it on.
 """
 

@@ -38,8 +38,8 @@ def portable_moe(*operands: Any) -> tuple[Tensor, ...]:
     """
     o, act, activation = _checked(operands)
     codebook, scale_values, dtype = _codebook(o.x), _scale_values(o.x), o.x.dtype
-    traced = _traced(o)
-    x, x_outer = _operand(o.x, act, traced[0])
+    outers = _outers(o, act)
+    x, x_outer = _operand(o.x, act, outers[0])
     gates, ids = o.gates.float(), o.expert_ids
     biases = [bias for bias in (o.b13, o.b2) if bias is not None]
 
@@ -48,7 +48,7 @@ def portable_moe(*operands: Any) -> tuple[Tensor, ...]:
         b13 = given.pop(0) if o.b13 is not None else None
         b2 = given.pop(0) if o.b2 is not None else None
         pre = _linear(x, x_outer, _weight(c13, s13, codebook, scale_values, dtype), g13, b13)
-        h, h_outer = _operand(activation.evaluate(pre), act, traced[1])
+        h, h_outer = _operand(activation.evaluate(pre), act, outers[1])
         out = _linear(h, h_outer, _weight(c2, s2, codebook, scale_values, dtype), g2, b2)
         chosen = ids == expert
         gate = torch.where(chosen, gates, torch.zeros_like(gates)).sum(-1, keepdim=True)
@@ -69,13 +69,13 @@ def stacked_moe(*operands: Any) -> tuple[Tensor, ...]:
     memory of one dequantized layer, and [E, T, N] for activations.
     """
     o, act, activation = _checked(operands)
-    dtype, traced = o.x.dtype, _traced(o)
+    dtype, outers = o.x.dtype, _outers(o, act)
     w13 = torch.ops.trace_compile.dequantize_experts(o.c13, o.s13, o.g13)
     w2 = torch.ops.trace_compile.dequantize_experts(o.c2, o.s2, o.g2)
     b13, b2 = (None if bias is None else bias.unsqueeze(1) for bias in (o.b13, o.b2))
-    x, x_outer = _operand(o.x, act, traced[0])
+    x, x_outer = _operand(o.x, act, outers[0])
     pre = _stacked_linear(x.unsqueeze(0), x_outer, w13.to(dtype), b13)
-    h, h_outer = _operand(activation.evaluate(pre), act, traced[1])
+    h, h_outer = _operand(activation.evaluate(pre), act, outers[1])
     out = _stacked_linear(h, h_outer, w2.to(dtype), b2).float()
     numbers = torch.arange(w13.shape[0], device=o.x.device).view(-1, 1, 1)
     chosen = o.expert_ids.unsqueeze(0) == numbers  # [E, T, K]
@@ -111,9 +111,18 @@ def _checked(operands: tuple[Any, ...]) -> tuple[NvFp4MoEOperands, OperandScheme
     return o, act, Activation.parse(o.activation)
 
 
-def _traced(o: NvFp4MoEOperands) -> tuple[Tensor | None, Tensor | None]:
-    """Copies: what a scan's body reads must not share memory."""
-    return (None, None) if o.outer_in is None else (o.outer_in[0].clone(), o.outer_in[1].clone())
+def _outers(o: NvFp4MoEOperands, act: OperandScheme | None) -> tuple[Tensor | None, Tensor | None]:
+    """For the inputs of gate/up and down: the traced outer scale, or the powers of two that rows choose from.
+
+    Made outside of the loop, and apart: a scan's body may neither make constants nor read shared memory.
+    """
+    if act is None:
+        return None, None
+    if o.outer_in is not None:
+        return o.outer_in[0].clone(), o.outer_in[1].clone()
+    low, high = OUTER_EXPONENTS
+    first, second = (torch.tensor([2.0**k for k in range(low, high + 1)], device=o.x.device) for _ in range(2))
+    return first, second
 
 
 def _check(act: OperandScheme) -> None:
@@ -168,16 +177,16 @@ def _stacked_linear(rows: Tensor, row_outer: Tensor | None, weight: Tensor, bias
     return out.to(rows.dtype)
 
 
-def _operand(x: Tensor, act: OperandScheme | None, traced: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _operand(x: Tensor, act: OperandScheme | None, outers: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Element times block scale [M, K] and outer scales f32 [] or [M, 1]; ``x`` itself if it is not quantized."""
     if act is None:
         return x, None
+    assert outers is not None
     fmt, profile = FORMATS[act.fmt], PROFILES[act.profile]
     wide = x.float()
     finite = wide.abs() <= _LARGEST  # false for NaN too
     magnitude = torch.where(finite, wide.abs(), torch.zeros_like(wide))
-    outer = traced if act.outer == "traced" else _row_outer(magnitude.amax(-1, keepdim=True), act)
-    assert outer is not None
+    outer = outers if act.outer == "traced" else _row_outer(magnitude.amax(-1, keepdim=True), act, outers)
     blocks = magnitude.unflatten(-1, (-1, fmt.block))
     largest = blocks.amax(-1, keepdim=True)
     scale_outer = outer if outer.dim() == 0 else outer.unsqueeze(-1)
@@ -202,10 +211,8 @@ def _round(u: Tensor, fmt: Format) -> Tensor:
     return value
 
 
-def _row_outer(largest: Tensor, act: OperandScheme) -> Tensor:
-    """The smallest power of two that holds each row, f32 [M, 1], 1 for an empty row: as ``numerics.outer_scale``."""
-    low, high = OUTER_EXPONENTS
-    powers = torch.tensor([2.0**k for k in range(low, high + 1)], device=largest.device)
+def _row_outer(largest: Tensor, act: OperandScheme, powers: Tensor) -> Tensor:
+    """The smallest of ``powers`` that holds each row, f32 [..., 1], 1 for an empty row: as ``numerics.outer_scale``."""
     bound = outer_bound(act.fmt, act.profile)
     too_small = (largest > powers[:-1] * bound).to(torch.int64).sum(-1)
     outer = powers.index_select(0, too_small.flatten()).view_as(largest)
