@@ -91,7 +91,7 @@ def test_registered_providers_come_first_and_refusals_are_reported(spare_provide
     assert provider_for("nvfp4_moe", make_case(W4A4_ROW, tokens=8).operands()).name == "tiny"
     large = make_case(W4A4_ROW, tokens=9).operands()
     chosen = provider_for("nvfp4_moe", large)
-    assert (chosen.name, chosen.reason) == ("native", "tiny: 9 tokens are more than 8")
+    assert chosen.name == "native" and chosen.reason.split("; ")[0] == "tiny: 9 tokens are more than 8"
     with pytest.raises(LoweringError, match="tiny: 9 tokens"):
         provider_for("nvfp4_moe", large, only="tiny")
     with pytest.raises(LoweringError, match="already has"):

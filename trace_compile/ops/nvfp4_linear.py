@@ -24,7 +24,7 @@ from ..errors import TraceCompileError
 from ..numerics import FORMATS
 from .checks import same_device
 from .linear import ExpertWeights
-from .nvfp4_moe import check_operands, wrong_guide
+from .nvfp4_moe import check_formats, check_operands, wrong_guide
 from .observe import BUCKETS, Diag, diagnosis, histogram, row_amax, saturation
 from .residual import dequantized, operand, residual_of
 from .rows import Guide, Rows, guide_bytes, guide_rows, quantize_rows, record_bytes, record_rows
@@ -89,6 +89,7 @@ def check(o: NvFp4LinearOperands) -> None:
     same_device(**{name: t for name, t in vars(o).items() if isinstance(t, Tensor)})
     if o.schemes.weight is None and o.w is None:
         raise TraceCompileError(f"scheme {o.scheme!r} leaves weights unquantized but w is None: pass the weight")
+    check_formats(o)
     check_operands(o, input=o.x.shape[1])
     act = o.schemes.act
     if o.guidance != "none" and guide_kind(o) is None:

@@ -136,6 +136,7 @@ def check(o: NvFp4MoEOperands) -> None:
         raise TraceCompileError(
             f"scheme {o.scheme!r} leaves weights unquantized but w13 or w2 is None: pass the weights"
         )
+    check_formats(o)  # before the width, which only operands of a weight format have
     check_operands(o, hidden=o.x.shape[1], width=o.width)
     if o.guidance != "none" and guide_row(o) is None:
         act = o.schemes.act
@@ -152,13 +153,19 @@ def wrong_guide(o: Any, expected: int) -> GuidanceError:
     )
 
 
-def check_operands(o: Any, **widths: int) -> None:
-    """The checks that every quantized op makes of formats, dtype, traced scales and kinds; ``widths`` are those of its
-    quantized rows."""
-    weight, act = o.schemes.weight, o.schemes.act
-    for scheme, activations in ((weight, False), (act, True)):
+def check_formats(o: Any) -> None:
+    """Raises ``UnknownFormatError`` for a format that weights, or activations, cannot have."""
+    for scheme, activations in ((o.schemes.weight, False), (o.schemes.act, True)):
         if scheme is not None:
             _check_format(scheme, activations)
+
+
+def check_operands(o: Any, **widths: int) -> None:
+    """The checks that every quantized op makes of dtype, blocks, traced scales and kinds; ``widths`` are those of its
+    quantized rows."""
+    weight, act = o.schemes.weight, o.schemes.act
+    for scheme in (weight, act):
+        if scheme is not None:
             whole_blocks(FORMATS[scheme.fmt].block, **widths)
     if o.x.dtype not in COMPUTE_DTYPES:
         raise UnknownFormatError(
