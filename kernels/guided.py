@@ -8,6 +8,7 @@ Invariant: a row without a record is not touched; a block with NaN or Inf gets t
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,7 +39,7 @@ def guide_rows(x: Tensor, own: QuantizedRows, guide: Guide) -> None:
                 guide.payload.contiguous(),
                 guide.scales.contiguous(),
                 guide.outer.contiguous(),
-                guide.hit.contiguous(),
+                guide.hit.contiguous().view(torch.uint8),
                 own.packed,
                 own.scales,
                 own.outer,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-from trace_compile.kernels.launch import INTERPRETER, Target, quantize_launch
+from trace_compile.kernels.launch import (
+    INTERPRETER,
+    Target,
+    activate_launch,
+    quantize_launch,
+    rows_launch,
+    words_launch,
+)
 from trace_compile.kernels.moe_launch import GemmLaunch, MoELaunch, moe_launch, segments
 
 
@@ -60,3 +67,21 @@ def test_segments_depend_on_the_weight_alone() -> None:
     for n, k in itertools.product((64, 4096, 30000), range(64, 20000, 64)):
         parts, chunks = segments(n, k), k // 64
         assert power_of_two(parts) and (parts - 1) * -(-chunks // parts) < chunks, "every segment has something to add"
+
+
+def test_launches_on_words_are_legal() -> None:
+    """Powers of two; a row with its own outer scale lies in one tile, of up to 1024 blocks where rows are loaded."""
+    shapes = itertools.product((1, 4096, 1_000_000), (1, 3, 5, 48, 128, 180, 896, 2048), (True, False))
+    for (rows, blocks, own), target in itertools.product(shapes, (INTERPRETER, Target(90, 132))):
+        for plan in (words_launch(rows, blocks, own, target), activate_launch(blocks, own, target)):
+            case = (rows, blocks, own, target, plan)
+            assert all(map(power_of_two, (plan.block_m, plan.block_b, plan.num_warps))), case
+            assert plan.num_warps <= 16 and plan.block_m * plan.block_b <= 64 * 2048, case
+        assert not own or activate_launch(blocks, own, target).block_b >= blocks
+        assert not own or words_launch(rows, blocks, own, target).block_b >= min(blocks, 1024)
+
+
+def test_rows_launch_is_legal() -> None:
+    for words in (2, 6, 10, 96, 256, 360, 1792):
+        plan = rows_launch(words)
+        assert power_of_two(plan.block_m) and power_of_two(plan.block_k) and plan.block_m * plan.block_k == 1024
