@@ -19,13 +19,10 @@ from torch import Tensor
 
 from trace_compile.kernels import elementwise, nvfp4
 from trace_compile.kernels.launch import rows_launch
-from trace_compile.numerics.formats import FORMATS
 from trace_compile.ops.routing import Routing
 from trace_compile.ops.weights import Packed
 
-_FORMAT = FORMATS["nvfp4"]
 WORD = tl.constexpr(8)  # codes in 32 bits
-WORD_BYTES = 4
 
 
 def on(t: Tensor) -> torch.cuda.device | nullcontext[None]:

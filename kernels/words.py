@@ -1,9 +1,9 @@
-"""The quantizer on words of two bfloat16 values: the bytes of ``nvfp4``, at the speed of memory.
+"""The quantizer on words of two bfloat16 values: the bytes of ``nvfp4`` in fewer integer instructions.
 
-Why: on a GPU quantization is bound by integer instructions, of which a cycle has half as many as of multiply-adds. Here
-an element costs about four: elements stay in pairs as they lie in memory, and what can be is shifted, rounded and put
-together by multiply-adds. Codes come from ``nvfp4``'s three roundings; they are summed with their constant upper bits,
-which are taken off a whole word of codes at once.
+Why: on a GPU quantization is bound by integer instructions, of which a cycle has half as many as of multiply-adds.
+Elements stay in pairs as they lie in memory, and what can be is shifted, rounded and put together by multiply-adds: in
+Hopper's machine code about eight integer instructions an element, everything counted. Codes come from ``nvfp4``'s three
+roundings; they are summed with their constant upper bits, which are taken off a whole word of codes at once.
 
 Layout: a block of 16 elements is 8 words, each a tensor [M, B] of its own, so that nothing moves between threads.
 """
