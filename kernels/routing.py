@@ -16,13 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from trace_compile.kernels.rows import on
-from trace_compile.ops.routing import Routing
+from trace_compile.ops.routing import Routing, check_rows
 
 _CHUNK = 512
 
 
 def route(expert_ids: Tensor, num_experts: int) -> Routing:
-    """Sorts the slots of ``expert_ids i64 [T, K]`` by expert, tokens in order within an expert."""
+    """Sorts the slots of ``expert_ids i64 [T, K]`` by expert, tokens in order within an expert. Raises ``OperandError``
+    for more of them than int32 can number."""
+    check_rows(expert_ids)
     ids, slots = expert_ids.contiguous(), expert_ids.numel()
     routing = _empty(slots, num_experts, ids.device)
     bins, chunks = triton.next_power_of_2(num_experts + 1), triton.cdiv(slots, _CHUNK)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trace_compile.errors import OperandError
 from trace_compile.kernels import routing as kernel
 from trace_compile.ops import routing as reference
 
@@ -43,3 +44,8 @@ def test_routing(kind: str, tokens: int, top_k: int, experts: int, device: torch
     want = reference.route(ids, experts)
     assert_same(kernel.route(ids, experts), want)
     assert_same(kernel.routing_of(want.order, want.offsets, top_k), want)
+
+
+def test_more_slots_than_int32_numbers_are_refused() -> None:
+    with pytest.raises(OperandError, match="split the batch"):
+        kernel.route(torch.empty(2**28, 8, dtype=torch.int64, device="meta"), 128)
