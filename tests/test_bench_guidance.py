@@ -1,4 +1,4 @@
-"""The guidance benchmark: it measures what it says, at a size that a CPU runs; and on a GPU, the decode loop's target."""
+"""The guidance benchmark: it measures what it says, at a size for CPUs; and on a GPU, the decode loop's target."""
 
 from __future__ import annotations
 
