@@ -18,6 +18,7 @@ from trace_compile import trace_compile
 from trace_compile.errors import ExportError, NonFiniteWeightError, UnknownFormatError
 from trace_compile.export import export_checkpoint, reload
 from trace_compile.export.writer import MARK
+from trace_compile.state import origins
 
 FORMATS = ("compressed-tensors", "modelopt")
 SUFFIXES = {
@@ -84,8 +85,11 @@ def test_an_export_comes_back_as_masters_and_as_the_same_file(tmp_path: Path, fm
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_foreign_bytes_are_kept_until_a_master_changes(tmp_path: Path, fmt: str, fresh: Any) -> None:
+def test_foreign_bytes_are_kept_until_a_master_changes(
+    tmp_path: Path, fmt: str, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zero and subnormal scales, outer scales that are no powers of two: run, exported again byte for byte, trained."""
+    monkeypatch.setattr(origins, "_TOGETHER", 3)  # the last experts are compared apart from the first
     source = build()
     path = tmp_path / "out"
     export_checkpoint(source, pack_model(source), path, format=fmt, activations=True)
@@ -116,7 +120,7 @@ def test_foreign_bytes_are_kept_until_a_master_changes(tmp_path: Path, fmt: str,
     # One changed weight of one parameter: that one is packed anew, the other three stay the file's.
     name = "model.layers.0.mlp.experts.down_proj"
     with torch.no_grad():
-        model.get_parameter(name)[0, 0, 0] += 1
+        model.get_parameter(name)[-1, 0, 0] += 1
     model.export(tmp_path / "trained", format=fmt, activations=False)
     changed = tensors(tmp_path / "trained")
     differ = {n.rpartition(".")[0] for n in changed if not torch.equal(raw(changed[n]), raw(original[n]))}

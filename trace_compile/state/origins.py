@@ -21,6 +21,8 @@ from trace_compile.ops.weights import Packed, WeightLayout, pack_experts
 
 Packer = Callable[..., Packed]
 
+_TOGETHER = 8  # experts that are compared at once
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -49,12 +51,17 @@ class Origin:
         return self.layout.parameter(self.packed.dequantize(dtype, self.fmt))
 
     def stands_for(self, param: Tensor) -> bool:
-        """Whether ``param`` holds these values, on whatever device."""
-        shape = self.layout.canonical(param).shape
-        experts, rows, half = self.packed.codes.shape
-        if shape != (experts, rows, 2 * half):
+        """Whether ``param`` holds these values. Compared on its device, some experts at a time; a parameter that was
+        trained is told at its first ones."""
+        canonical = self.layout.canonical(param.detach())
+        if canonical.shape != self.packed.shape:
             return False
-        return torch.equal(self.values(param.dtype), param.detach().to(self.packed.codes.device))
+        parts = (getattr(self.packed, part.name).split(_TOGETHER) for part in fields(Packed))
+        for held, *packed in zip(canonical.split(_TOGETHER), *parts, strict=True):
+            values = Packed(*(part.to(param.device) for part in packed)).dequantize(param.dtype, self.fmt)
+            if not torch.equal(values, held):
+                return False
+        return True
 
 
 class Origins:
