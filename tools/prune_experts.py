@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,12 +80,13 @@ def _experts(kept: Kept) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="cpu")
+    parser.add_argument("--warm-start", type=Path, default=sft.WARM_START, help="checkpoint of the preset's shape")
     parser.add_argument("--recipe", default="qat")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     arguments = parser.parse_args()
     preset = get_preset(arguments.preset)
-    plain, _ = sft.load(preset)
+    plain, _ = sft.load(preset, arguments.warm_start)
     model = trace_compile(sft.cast(plain, preset.dtype), recipe=arguments.recipe, compiler=preset.compiler)
     problems = preset.task.problems("eval", 0, 0, arguments.problems)
     table = Table(title=f"{arguments.recipe} on the {preset.name} warm start, {preset.device}")

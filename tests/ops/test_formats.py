@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.reference import ACTIVATIONS, Case, compare_gradients, in_range, make_case, reference, slots
+from tests.ops.reference import ACTIVATIONS, TARGETS, Case, compare_gradients, in_range, make_case, reference, slots
 from tests.quantizers import compensated, quantize_experts, quantize_rows
 from trace_compile.errors import UnknownFormatError
 from trace_compile.ops import MoEScheme, OperandScheme, Out, WeightLayout, check_close, pack_experts
@@ -47,12 +47,12 @@ def rows_of(x: Tensor, act: OperandScheme | None, counted: np.ndarray) -> Tensor
     """Values float64 of activation rows ``x [M, K]``; None where they are not quantized."""
     if act is None:
         return None
-    rows, kept = x.detach().numpy(), act.residual
+    rows, kept = x.detach().float().cpu().numpy(), act.residual
     if kept is None:
         values, _ = quantize_rows(rows, act.fmt, act.profile)
     else:
         values = compensated(rows, act.fmt, act.profile, kept.select, kept.keep, kept.gain, counted)
-    return torch.from_numpy(values)
+    return torch.from_numpy(values).to(x.device)
 
 
 def expected(case: Case, out: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
@@ -61,25 +61,30 @@ def expected(case: Case, out: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor
     assert weight is not None
     routed = in_range(case)
     h = ACTIVATIONS[case.activation](out[Out.PRE])
-    hq = rows_of(h, act, routed.reshape(-1)[out[Out.ORDER]].numpy())
-    weights = [
-        torch.from_numpy(quantize_experts(w.detach().numpy(), weight.fmt, weight.profile)) for w in (case.w13, case.w2)
-    ]
-    xq = rows_of(case.x, act, routed.any(1).numpy())
+    hq = rows_of(h, act, routed.reshape(-1)[out[Out.ORDER]].cpu().numpy())
+    masters = [w.detach().float().cpu().numpy() for w in (case.w13, case.w2)]
+    weights = [torch.from_numpy(quantize_experts(w, weight.fmt, weight.profile)).to(h.device) for w in masters]
+    xq = rows_of(case.x, act, routed.any(1).cpu().numpy())
     return xq, None if hq is None else slots(case, hq, out), weights
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_forward_and_every_gradient(name: str) -> None:
+FAST = ("hif4", "four_over_six", "int4", "quads", "resq-2of4", "mxfp4-fallback")
+EACH = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SCHEMES]
+
+
+@pytest.mark.parametrize(("device", "dtype"), TARGETS)
+@pytest.mark.parametrize("name", EACH)
+def test_forward_and_every_gradient(name: str, device: str, dtype: torch.dtype) -> None:
     width = 128 if name in ("mxfp4_macro", "int4_g128") else 64
-    case = make_case(SCHEMES[name], tokens=37, hidden=128, width=width, seed=3)
-    case = case.with_leaves(x=case.x.detach() * torch.linspace(-2, 2, 128).exp2())  # so that it matters which
-    dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1))
+    case = make_case(SCHEMES[name], tokens=37, hidden=128, width=width, seed=3, device=device, dtype=dtype)
+    uneven = torch.linspace(-2, 2, 128).exp2().to(device, dtype)
+    case = case.with_leaves(x=case.x.detach() * uneven)  # so that it matters which
+    dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     kept = case.run()
     ref = reference(case, dy, *expected(case, kept))
-    check_close(slots(case, kept[Out.PRE], kept), ref.pre, k=256, dtype=torch.float32, stages=2, name="pre")
+    check_close(slots(case, kept[Out.PRE], kept), ref.pre, k=256, dtype=dtype, stages=2, name="pre")
     for out in (kept, case.run(recompute=True)):
-        check_close(out[Out.Y], ref.y, k=256, dtype=torch.float32, stages=4, name="y")
+        check_close(out[Out.Y], ref.y, k=256, dtype=dtype, stages=4, name="y")
         compare_gradients(case, case.grads(out[Out.Y], dy), ref.grads)
 
 
@@ -128,7 +133,7 @@ def test_a_poisoned_or_unrouted_token_has_no_say(name: str) -> None:
     assert torch.equal(*(y.nan_to_num() for y in found))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", EACH)
 def test_no_tokens(name: str) -> None:
     case = make_case(SCHEMES[name], tokens=0, hidden=128, width=128)
     out = case.run()
@@ -165,5 +170,5 @@ def test_keys_of_residuals_round_trip_and_weights_have_none() -> None:
 def test_activations_in_a_weight_format_are_refused() -> None:
     with pytest.raises(UnknownFormatError, match="activations.*hif4.*int4_g32"):
         make_case(MoEScheme(None, OperandScheme("int4_g32")), hidden=64, width=32).run()
-    with pytest.raises(UnknownFormatError, match="int4_g32.*mxfp8"):
-        make_case(MoEScheme(None, None), hidden=64, width=32).run(scheme="w=mxfp8_e4m3:pow2:expert|a=none")
+    with pytest.raises(UnknownFormatError, match="4-bit formats, not 'mxfp8_e4m3'"):
+        make_case(MoEScheme(OperandScheme("mxfp8_e4m3", outer="expert"), None), hidden=64, width=32).run()
