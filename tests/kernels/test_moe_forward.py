@@ -301,3 +301,40 @@ def test_recorded_rows_decode_to_what_was_multiplied(kind: str, device: torch.de
         0, o.expert_ids.view(-1).clamp(0, 3), torch.where(counted, h.float().abs().amax(1), 0), "amax"
     )
     assert torch.equal(recorder.amax[1], amax) and not recorder.counts.any()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_new_tokens_and_routes() -> None:
+    """Nothing waits for the host: what is captured with some routes is right for others, empty experts included."""
+    o = operands(torch.device("cuda"), tokens=40, hidden=256, width=128, experts=6)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        result(o)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = result(o)
+    for ids in (torch.full_like(o.expert_ids, 5), torch.full_like(o.expert_ids, -1), o.expert_ids.flip(0) % 3):
+        o.x.copy_(torch.randn_like(o.x))
+        o.expert_ids.copy_(ids)
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, result(o))
+
+
+@pytest.mark.gpu
+def test_the_last_expert_lies_beyond_32_bit_addresses() -> None:
+    experts, columns, k = 520, 2048, 4096
+    codes = torch.zeros(experts, k // 64, columns, 16, dtype=torch.int16, device="cuda")
+    codes[-1].random_(-(2**15), 2**15)
+    assert codes.nbytes > 2**31
+    scales = torch.full((experts, k // 64, columns), 0x38383838, dtype=torch.int32, device="cuda")
+    x, outer = torch.randn(5, k, device="cuda").to(torch.bfloat16), torch.ones(experts, device="cuda")
+    last = torch.full((5, 1), experts - 1, device="cuda")
+    for launch in (GemmLaunch(8, 64, 3, 2), GemmLaunch(16, 128, 3, 4)):
+        tiles = tiles_of(last, experts, launch.tile)
+        found = expert_gemm(Rows(x, None, 1), Weights(codes, scales, outer, None), tiles, launch)
+        alone = Weights(codes[-1:].clone(), scales[-1:].clone(), outer[-1:], None)
+        assert torch.equal(found, expert_gemm(Rows(x, None, 1), alone, tiles_of(last * 0, 1, launch.tile), launch))
+        assert bool(found.any())
