@@ -164,7 +164,7 @@ def gather(of: Meaning, node: Node) -> Value:
         return replace(value, order=TOKEN_MAJOR) if value.order == where.order else None
     if value is None and isinstance(where, TokenIndex) and len(dims) == 2 and len(shape(index) or ()) == 1:
         return PerToken(source, where.order, where.top_k)
-    stacked = source.op in ("placeholder", "get_attr") and len(dims) in (2, 3)
+    stacked = source.op in ("placeholder", "get_attr") and len(dims) in (2, 3) and fake(source).is_floating_point()
     if stacked and isinstance(where, PerPair) and where.integer:
         return Picked(source, where.source, where.order, where.experts)
     return None

@@ -161,6 +161,9 @@ class Family:
             for tensor in (*model.parameters(), *correction):
                 if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
                     tensor += 0.05 * torch.randn_like(tensor)
+            for name, table in model.named_buffers():
+                if name.endswith("tid2eid"):  # experts by token id, which a checkpoint would bring
+                    table.copy_(torch.stack([torch.randperm(_SIZES["num_experts"])[: table.shape[1]] for _ in table]))
         return model
 
 
