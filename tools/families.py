@@ -106,6 +106,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen4_exp": _HYBRID
     | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
     | {"indexer_compress_ratio": 4, "hc_lowrank": 16},
+    "step3p7": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "qwen3_omni_moe": {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_end_token_id": 62},
     "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"} | _VISION, "canvas_length": 4},

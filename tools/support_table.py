@@ -56,7 +56,13 @@ _COLUMNS = {
 
 def read() -> dict[str, Row]:
     """The committed rows by family."""
-    return {name: Row(**row) for name, row in json.loads(RESULTS.read_text()).items()} if RESULTS.exists() else {}
+    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"families": {}}
+    return {name: Row(**row) for name, row in content["families"].items()}
+
+
+def version() -> str:
+    """Of transformers, for which the committed rows hold."""
+    return str(json.loads(RESULTS.read_text())["transformers"])
 
 
 def render(rows: dict[str, Row]) -> str:
@@ -76,7 +82,8 @@ def render(rows: dict[str, Row]) -> str:
 def write(rows: dict[str, Row]) -> None:
     """Both files, in alphabetical order of families."""
     rows = dict(sorted(rows.items()))
-    RESULTS.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1) + "\n")
+    content = {"transformers": transformers.__version__, "families": {name: asdict(row) for name, row in rows.items()}}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
     TABLE.write_text(render(rows))
 
 

@@ -285,17 +285,19 @@ def test_a_block_run_twice_gives_two_named_regions() -> None:
 def test_experts_by_token_id() -> None:
     """A table of expert ids, read by one token id per row: a table of integers, not a stack of weights."""
 
-    class Hashed(Grouped):
+    class ByTable(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("table", torch.stack([torch.randperm(E)[:K] for _ in range(32)]))
+            self.table = nn.Buffer(torch.stack([torch.randperm(E)[:K] for _ in range(32)]))
             self.score = nn.Linear(H, E)
 
-        def router(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             tokens = (8 * x.detach()[:, :1].abs()).long() % 32
             ids = self.table[tokens.reshape(-1)].long()
             return self.score(x).sigmoid().gather(1, ids), ids
 
-    region, before, after = rewrite(Hashed(), torch.randn(10, H))
+    block = Grouped()
+    block.router = ByTable()
+    region, before, after = rewrite(block, torch.randn(10, H))
     assert region.top_k == K
     assert_same_function(before, after)
