@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trace_compile.kernels.launch import Target
+from trace_compile.kernels.launch import INTERPRETER, Target
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def moe_launch(
     nearest on a logarithmic scale; else by the rows that an expert with rows has on average.
     """
     slots = tokens * top_k
+    if target == INTERPRETER:  # its time goes by operations, not by elements
+        return MoELaunch(GemmLaunch(16, 256, 2, 4), GemmLaunch(16, 256, 2, 4))
     if fp4:
         return MoELaunch(*(_fp4_launch(slots / max(1, min(experts, slots)), first) for first in (True, False)))
     table = _table(target.name).get(f"{experts}x{columns}x{hidden}x{width}", {})

@@ -126,7 +126,7 @@ def test_a_token_has_its_bits_in_any_batch_and_launch(device: torch.device) -> N
     for rows in (slice(0, 1), slice(1, 3)) if interpreted else (slice(0, 1), slice(4, 5), slice(2, 70)):
         alone = replace(o, x=o.x[rows], expert_ids=o.expert_ids[rows], gates=o.gates[rows])
         assert torch.equal(result(alone), together[rows])
-    launches = [GemmLaunch(8, 32, 3, 1), GemmLaunch(16, 64, 2, 4), GemmLaunch(64, 128, 3, 4)]
+    launches = [GemmLaunch(8, 64, 3, 2), GemmLaunch(16, 64, 2, 4), GemmLaunch(64, 128, 3, 4)]
     for gate_up, down in list(zip(launches, reversed(launches)))[: 1 if interpreted else None]:
         assert torch.equal(result(o, MoELaunch(gate_up, down)), together)
 
