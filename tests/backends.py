@@ -45,11 +45,11 @@ class RuntimeForTests:
     def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
         return torch.tensor([2.0 ** -(6 + i) for i in range(len(sites))])
 
-    def guidance(self) -> GuideRows:
+    def guidance(self, regions: tuple[str, ...]) -> GuideRows:
         assert self.guide is not None
         return self.guide
 
-    def routing(self) -> Tensor:
+    def routing(self, regions: tuple[str, ...]) -> Tensor:
         assert self.replayed is not None
         return self.replayed
 

@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ from .ops.weights import Master, Packed
 from .passes.graph import clone, fake, output_of, placeholders
 from .passes.mode import Mode
 from .passes.pipeline import PIPELINE
-from .passes.region import Emit, Feed, Region
+from .passes.region import Emit, ExpertParam, Feed, Region
 from .passes.report import CompileReport, untouched
 from .passes.runner import PassRunner
 from .state.packed import PackedWeights
@@ -79,14 +80,16 @@ class Runtime(Protocol):
         """f32 [n]: the traced outer scale of each (region name, projection)."""
         ...
 
-    def guidance(self) -> Guidance: ...
+    def guidance(self, regions: tuple[str, ...]) -> Guidance:
+        """Of the named regions, in this order."""
+        ...
 
     def valid(self, tokens: int) -> Tensor:
         """bool [tokens]: the tokens that count in statistics."""
         ...
 
-    def routing(self) -> Tensor:
-        """i64 [T, top_k of all regions side by side]: expert ids to replay, -1 where there is no record."""
+    def routing(self, regions: tuple[str, ...]) -> Tensor:
+        """i64 [T, top_k of the regions side by side]: expert ids to replay, -1 where there is no record."""
         ...
 
     def experts(self, region: str, part: str) -> Tensor:
@@ -111,6 +114,8 @@ class Backend:
         compiler: one of ``COMPILERS``. ``eager`` runs the rewritten graph as it is, autograd coming from the ops.
         dump_dir: where to write the graph before and after each pass, one folder per compilation.
         disabled_passes: names of passes to leave out.
+        prefix: dotted path, with a dot behind it, of the module that is compiled, where it is part of a model: what
+            leaves here, and the regions that ``mode`` names, are called as in the model.
 
     Raises ``NoMoERegionError`` and the passes' other errors while compiling; Dynamo wraps them, :func:`capturing`
     unwraps them.
@@ -124,6 +129,7 @@ class Backend:
         compiler: str = "eager",
         dump_dir: str | Path | None = None,
         disabled_passes: Iterable[str] = (),
+        prefix: str = "",
     ) -> None:
         if compiler not in COMPILERS:
             raise GraphCaptureError(f"unknown compiler {compiler!r}; choose one of {', '.join(COMPILERS)}")
@@ -132,6 +138,7 @@ class Backend:
         self.compiler = compiler
         self.dump_dir = Path(dump_dir) if dump_dir is not None else None
         self.disabled_passes = tuple(disabled_passes)
+        self.prefix = prefix
         self.reports: list[CompileReport] = []
 
     @property
@@ -143,8 +150,11 @@ class Backend:
         rewritten = clone(gm)
         folder = self.dump_dir / f"graph{len(self.reports)}" if self.dump_dir is not None else None
         runner = PassRunner(PIPELINE, self.disabled_passes, folder)
-        rewritten = runner.run(rewritten, example_inputs, config=self.mode)
-        call = _Call(rewritten, len(example_inputs), self.runtime, reused=self.compiler not in COMPILERS[:3])
+        rewritten = runner.run(rewritten, example_inputs, config=_within(self.mode, self.prefix))
+        if self.prefix:
+            _name_from_root(rewritten, self.prefix)
+        guided = tuple(r.name for r in rewritten.meta.get("regions", ()) if self.mode.guides(r.name))
+        call = _Call(rewritten, len(example_inputs), self.runtime, guided, reused=self.compiler not in COMPILERS[:3])
         call.compiled = _compile(rewritten, [*example_inputs, *call.fake_feeds()], self.compiler)
         meta = rewritten.meta
         self.reports.append(
@@ -153,7 +163,7 @@ class Backend:
                 regions=meta.get("regions", ()),
                 unmatched=meta.get("unmatched", ()),
                 choices=meta.get("choices", ()),
-                untouched=untouched(rewritten),
+                untouched=tuple(self.prefix + name for name in untouched(rewritten)),
                 feeds=meta.get("feeds", ()),
                 emits=meta.get("emits", ()),
                 timings=tuple(runner.timings),
@@ -175,12 +185,49 @@ def _compile(gm: GraphModule, inputs: list[Any], compiler: str) -> Callable[...,
         return compile_fx(gm, inputs, config_patches=options)  # type: ignore[return-value]
 
 
+def _within(mode: Mode, prefix: str) -> Mode:
+    """``mode`` for the module at ``prefix``, inside of which regions have shorter names."""
+
+    def inside(names: frozenset[str] | None) -> frozenset[str] | None:
+        if names is None or prefix[:-1] in names:  # the module holds the parameters itself: it is one region
+            return None
+        return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    return replace(mode, guided=inside(mode.guided), recorded=inside(mode.recorded)) if prefix else mode
+
+
+def _name_from_root(gm: GraphModule, prefix: str) -> None:
+    """Names the regions of a module's graph as they are called in the model that it is part of."""
+    names: dict[str, str] = {}
+
+    def param(p: ExpertParam | None) -> ExpertParam | None:
+        if p is None:
+            return None
+        parts = tuple(replace(part, name=prefix + part.name) for part in p.parts)
+        return replace(p, name="+".join(part.name for part in parts) or prefix + p.name, parts=parts)
+
+    regions = []
+    for r in gm.meta.get("regions", ()):
+        name, hash_, again = r.name.partition("#")
+        own = name == r.w13.name  # the module that was compiled owns the parameters: the region has its name
+        names[r.name] = (prefix[:-1] if own else prefix + name) + hash_ + again
+        params = {part: param(getattr(r, part)) for part in ("w13", "w2", "b13", "b2")}
+        regions.append(replace(r, name=names[r.name], **params))
+    gm.meta["regions"] = tuple(regions)
+    gm.meta["quantized"] = tuple(names[name] for name in gm.meta.get("quantized", ()))
+    for kind in ("feeds", "emits", "choices"):
+        records = gm.meta.get(kind, ())
+        gm.meta[kind] = tuple(replace(r, region=names[r.region]) if r.region else r for r in records)
+
+
 class _Call:
     """A compiled graph with its feeds and emits: takes the model's arguments, returns the model's results."""
 
     compiled: Callable[..., Any]
 
-    def __init__(self, gm: GraphModule, inputs: int, runtime: Runtime, *, reused: bool) -> None:
+    def __init__(
+        self, gm: GraphModule, inputs: int, runtime: Runtime, guided: tuple[str, ...], *, reused: bool
+    ) -> None:
         self._reused = reused  # by the next call, where CUDA graphs are replayed
         self.feeds: tuple[Feed, ...] = gm.meta.get("feeds", ())
         self.emits: tuple[Emit, ...] = gm.meta.get("emits", ())
@@ -188,6 +235,7 @@ class _Call:
         self._regions: dict[str, Region] = {r.name: r for r in gm.meta.get("regions", ())}
         self._quantized: tuple[str, ...] = gm.meta.get("quantized", ())
         self._noisy: tuple[str, ...] = gm.meta.get("noisy", ())
+        self._guided = guided
         nodes = placeholders(gm.graph)
         self._position = {node.name: i for i, node in enumerate(nodes[:inputs])}
         self._fakes = [fake(node) for node in nodes[inputs:]]
@@ -248,8 +296,8 @@ class _Call:
         if kind == "valid":
             return {"valid": self._runtime.valid(tokens)}
         if kind == "replay":
-            return {"replay": self._runtime.routing()}
-        guidance = self._runtime.guidance()
+            return {"replay": self._runtime.routing(tuple(self._regions))}
+        guidance = self._runtime.guidance(self._guided)
         width = next(f for feed, f in zip(self.feeds, self._fakes, strict=True) if feed.kind == "guide").shape[1]
         rows = guidance.rows
         if tuple(rows.shape) != (tokens, width):
@@ -358,10 +406,10 @@ class PackOnUse:
     def outer(self, sites: tuple[tuple[str, str], ...]) -> Tensor:
         raise GuidanceError("traced outer scales need a trace: use trace_compile(model) instead of torch.compile")
 
-    def guidance(self) -> Guidance:
+    def guidance(self, regions: tuple[str, ...]) -> Guidance:
         raise GuidanceError("guidance needs a trace: use trace_compile(model) instead of torch.compile")
 
-    def routing(self) -> Tensor:
+    def routing(self, regions: tuple[str, ...]) -> Tensor:
         raise GuidanceError("replay needs a trace: use trace_compile(model) instead of torch.compile")
 
     def valid(self, tokens: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from trace_compile.errors import NonFiniteWeightError, RefitError
+from trace_compile.state.sharded import all_finite, is_dtensor, local, plain_class, whole
 
 
 def subclass(cls: type[nn.Module], mixin: type) -> type[nn.Module]:
@@ -67,7 +68,8 @@ def share_tree(module: nn.Module, into: nn.Module) -> None:
 def _share(module: nn.Module, memo: dict[int, nn.Module], into: nn.Module | None = None) -> nn.Module:
     if id(module) in memo:
         return memo[id(module)]
-    clone = module.__class__.__new__(module.__class__) if into is None else into
+    cls = plain_class(module.__class__)
+    clone = cls.__new__(cls) if into is None else into
     memo[id(module)] = clone
     clone.__dict__.update(module.__dict__)
     for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -84,7 +86,8 @@ def same_tree(source: nn.Module, target: nn.Module) -> bool:
     """Whether both have the same modules and tensors by name and class; the roots' own classes may differ."""
 
     def outline(root: nn.Module) -> list[Any]:
-        found = [(name, type(m)) for name, m in root.named_modules(remove_duplicate=False) if m is not root]
+        modules = list(root.named_modules(remove_duplicate=False))[1:]
+        found = [(name, plain_class(type(m))) for name, m in modules]
         tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         return [*found, *(name for name, _ in tensors)]
 
@@ -108,6 +111,8 @@ def own_configs(module: nn.Module, settings: Mapping[str, Any] | None = None) ->
 def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
     """Replace every parameter and buffer of ``module`` by a copy, except the dotted names in ``skip``.
 
+    What is sharded over ranks, which then all have to be here, becomes whole; of sharded tensors in ``skip`` only the
+    shape is kept, without memory.
     Tied parameters stay tied. Copies require gradients where the originals do: some kernels are chosen by that flag,
     and a twin's bits shall not depend on whether it shares or copies.
     """
@@ -116,7 +121,12 @@ def own_tensors(module: nn.Module, *, skip: Container[str] = ()) -> None:
         dot = f"{prefix}." if prefix else ""
         for name, p in sub._parameters.items():
             if p is not None and dot + name not in skip:
-                sub._parameters[name] = copies.setdefault(id(p), nn.Parameter(p.detach().clone(), p.requires_grad))
+                if id(p) not in copies:
+                    copies[id(p)] = nn.Parameter(whole(p).detach().clone(), p.requires_grad)
+                sub._parameters[name] = copies[id(p)]
+            elif p is not None and is_dtensor(p):
+                shape = local(p).new_empty(()).expand(p.shape)
+                sub._parameters[name] = nn.Parameter(shape, p.requires_grad)
         for name, b in sub._buffers.items():
             if b is not None and dot + name not in skip:
                 sub._buffers[name] = copies.setdefault(id(b), b.detach().clone())
@@ -148,8 +158,8 @@ def check_copies(source: nn.Module, target: nn.Module | None, *, skip: Container
                 "was copied; make a new twin with model.rollout()"
             )
     named = [(n, p) for n, p in source.named_parameters() if n not in skip and p.is_floating_point()]
-    finite = [torch.isfinite(p).all() for _, p in named]  # looked at below, when all of them are under way
-    bad = [name for (name, _), fine in zip(named, finite, strict=True) if not bool(fine)]
+    fine = all_finite([p for _, p in named])
+    bad = [name for (name, _), good in zip(named, fine, strict=True) if not good]
     if bad:
         raise NonFiniteWeightError(f"{', '.join(bad)}: NaN or Inf, and nothing was copied. Restore the weights first")
 
@@ -166,4 +176,4 @@ def copy_tensors(source: nn.Module, target: nn.Module, *, skip: Container[str] =
     own, new = _tensors(target), _tensors(source)
     for name, tensor in own.items():
         if name not in skip and tensor.data_ptr() != new[name].data_ptr():
-            tensor.copy_(new[name])
+            tensor.copy_(whole(new[name]))

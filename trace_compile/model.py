@@ -19,7 +19,7 @@ from torch import nn
 
 from trace_compile.clone import rebind, subclass
 from trace_compile.diagnose import SiteReport, diagnose, running
-from trace_compile.errors import FingerprintMismatchError, GuidanceError
+from trace_compile.errors import ExportError, FingerprintMismatchError, GuidanceError
 from trace_compile.explain import Explanation
 from trace_compile.generation import OwnDecoding, uncompiled
 from trace_compile.recipes import Recipe
@@ -27,6 +27,7 @@ from trace_compile.rollout import RolloutModule, make_twin
 from trace_compile.session import Options, RangeAccumulator, Recording, RecordKind, Session
 from trace_compile.state.inputs import InputLog
 from trace_compile.state.ranges import Ranges, RangeWarning
+from trace_compile.state.sharded import is_sharded, plain_class
 from trace_compile.state.trace import DEFAULT_MAX_BYTES, Trace
 from trace_compile.state.usage import Kept
 
@@ -40,6 +41,13 @@ def session_of(model: nn.Module) -> Session:
 
 class TraceCompiledModule(nn.Module):
     """Mixed into the model's class by ``trace_compile``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = session_of(self)
+        session.attend(self)
+        outputs = super().__call__(*args, **kwargs)
+        session.shards.check()  # behind FSDP2's hooks, which an exception would leave in the middle of a forward
+        return outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return session_of(self).forward(self, args, kwargs)
@@ -56,7 +64,9 @@ class TraceCompiledModule(nn.Module):
 
         Args:
             copy: ``False`` shares all non-expert tensors with the trainer, so those follow each optimizer step at once.
-                ``True`` gives the twin its own, so that the whole policy stays what the last ``refit()`` made it.
+                ``True`` gives the twin its own, so that the whole policy stays what the last ``refit()`` made it. Twins
+                of sharded trainers always have their own, gathered by ``refit()``, which all ranks have to call: each
+                rank's twin is whole and generates without the others.
             keep: prune the experts to these, chosen from a trace (``trace.usage.top(m)``, ``.covering(share)``): its
                 routers choose among them alone, its packed weights hold them alone. ``PruningError`` for experts that
                 there are not, or fewer than a router takes per token.
@@ -72,7 +82,7 @@ class TraceCompiledModule(nn.Module):
         max_bytes: int = DEFAULT_MAX_BYTES,
         folder: str | os.PathLike[str] | None = None,
         worker: str = "0",
-        group: Any = None,
+        group: Any = "world",
     ) -> Iterator[Trace]:
         """Record what the twins do inside the ``with``: ranges, quantization outcomes of the guided layers, routing.
 
@@ -82,8 +92,9 @@ class TraceCompiledModule(nn.Module):
             max_bytes: bound on the memory of the records.
             folder, worker: also write the records there while they come, as this worker; ``Trace.load(folder)`` reads
                 what all workers wrote, in any process, at any time (see ``state.shards``).
-            group: a ``torch.distributed`` group whose ranks all trace now; the ranges become the maxima over them, so
-                that all of them set the same scales. One collective, at the end of the block.
+            group: with ``torch.distributed``, the ranks over which ranges are merged when the block ends, in one
+                collective that all of them have to reach: ``"world"``, a process group, or ``None`` for this rank alone
+                (ranks then choose scales of their own). Records stay on the rank that made them.
 
         Yields the ``Trace``. When the block ends without an error its ranges become the ones that the next ``refit()``
         adopts. Nothing quantizes with ranges that are still being observed.
@@ -108,8 +119,7 @@ class TraceCompiledModule(nn.Module):
             yield trace
         finally:
             session.recording = None
-        ranges = recording.accumulator.ranges()
-        trace.ranges = ranges if group is None else ranges.all_reduce(group)
+        trace.ranges = session.over_ranks(recording.accumulator.ranges(), group)
         trace.usage = recording.accumulator.usage()
         trace.inputs = recording.inputs
         trace.close()
@@ -168,6 +178,8 @@ class TraceCompiledModule(nn.Module):
         """Write a checkpoint of the current weights as the rollout sees them; see ``exporting.export_model``."""
         from trace_compile.exporting import SessionExperts, export_model
 
+        if is_sharded(self):
+            raise ExportError("each rank has a part of this model only: export a twin, which is whole")
         return export_model(SessionExperts.of_model(session_of(self), self), self, path, format=format, **options)
 
     def stream_weights(self, **options: Any) -> Any:
@@ -182,14 +194,22 @@ class TraceCompiledModule(nn.Module):
 
         return import_checkpoint(session_of(self), self, path)
 
+    @property
+    def trace_state(self) -> Session:
+        """What a checkpoint keeps beside weights and optimizer (ranges, scales, weights version): ``state_dict()`` and
+        ``load_state_dict()``, as ``torch.distributed.checkpoint`` and others take it. Equal on all ranks."""
+        return session_of(self)
+
     def refresh(self) -> None:
         """Pack again at the next forward, for writes that autograd's version counter does not see (``param.data``).
 
         Not needed after the step of a ``torch.optim`` optimizer. ``refit()`` packs always, but without this it does
         not know that such weights are new ones and gives them no version of their own.
         """
-        session_of(self).weights.refresh()
-        session_of(self).versions.refresh()
+        session = session_of(self)
+        session.weights.refresh()
+        session.shards.weights.refresh()
+        session.versions.refresh()
 
     def _plain(self) -> nn.Module:
         """This model without the compiled part, over the same tensors and submodules."""
@@ -230,7 +250,7 @@ class GeneratingModule(OwnDecoding, TraceCompiledModule):
 def attach(model: nn.Module, recipe: Recipe, options: Options) -> nn.Module:
     """Give ``model`` the compiled class and a session of its own."""
     cls = type(model)
-    object.__setattr__(model, ATTRIBUTE, Session(model, cls, recipe, options))
+    object.__setattr__(model, ATTRIBUTE, Session(model, plain_class(cls), recipe, options))
     model.__class__ = subclass(cls, GeneratingModule if hasattr(cls, "generate") else TraceCompiledModule)
     return model
 

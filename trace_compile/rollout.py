@@ -39,11 +39,13 @@ from trace_compile.noise import NormNoise
 from trace_compile.ops.weights import Master, Packed, WeightLayout, joined
 from trace_compile.passes.mode import Mode
 from trace_compile.passes.region import ExpertParam, MoERegion, Region, keeps_quads
+from trace_compile.pieces import put_back
 from trace_compile.pruning import Pruned
 from trace_compile.runtime import Call, Emits
 from trace_compile.session import Recording, Session, record_rows
 from trace_compile.state.origins import Packer, Provenance
 from trace_compile.state.packed import PackedWeights
+from trace_compile.state.sharded import forget_fsdp, is_sharded, reshard
 from trace_compile.state.usage import Kept
 from trace_compile.tokens import Tokens, TokenTracker, id_tuple
 
@@ -160,6 +162,7 @@ class Twin:
         ranges = session.ranges_to_adopt()
         if ranges is not None:
             session.scales_from(ranges)
+        reshard(self.source)
         masters, wanted, regrown = self.masters(), self._wanted(), not same_tree(self.source, module)
         if self.copies:
             skip = {p.name for expert, _ in wanted.values() for p in expert.parameters}
@@ -396,6 +399,8 @@ def make_twin(session: Session, source: nn.Module, *, copies: bool, keep: Kept |
     """Build a twin of ``source`` and fit it."""
     cls = subclass(session.cls, RolloutModule)
     module = cls.__new__(cls)
+    reshard(source)
+    copies = copies or is_sharded(source)
     twin = Twin(session, source, copies, keep)
     _grow(twin, module)
     if copies:
@@ -412,6 +417,8 @@ def _grow(twin: Twin, module: nn.Module) -> None:
     settings = {n: v for n, v in module.__dict__.items() if n in ("config", "generation_config")}
     share_tree(twin.source, into=module)
     own_configs(module, settings)
+    forget_fsdp(module)
+    put_back(module)
     for name in [n for n in module.__dict__ if n.startswith("_trace_compile")]:
         del module.__dict__[name]
     object.__setattr__(module, ATTRIBUTE, twin)

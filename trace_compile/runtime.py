@@ -78,16 +78,20 @@ class GuideRows:
     hit: Tensor
 
     @classmethod
-    def of(cls, guidance: Guidance) -> GuideRows:
+    def of(cls, guidance: Guidance, regions: tuple[str, ...]) -> GuideRows:
+        """Of the named regions, which stand in model order."""
         layout = guidance.layout
-        if not any(site.outer_bytes or site.projection == "down" for site in layout.sites):
+        chosen = [i for i, site in enumerate(layout.sites) if site.region in regions]
+        sites = [layout.sites[i] for i in chosen]
+        whole = len(chosen) == len(layout.sites)
+        if whole and not any(site.outer_bytes or site.projection == "down" for site in sites):
             return cls(guidance.rows[:, : layout.guidance_bytes], guidance.outer, guidance.hit)
         pieces = []
-        for index, site in enumerate(layout.sites):
+        for index, site in zip(chosen, sites, strict=True):
             pieces.append(guidance.site(index))
             if site.projection == "down":
                 pieces.append(guidance.routing_bytes(layout.routing_index(site.region)))
-        return cls(torch.cat(pieces, dim=1), guidance.outer, guidance.hit)
+        return cls(torch.cat(pieces, dim=1), guidance.outer if whole else guidance.outer[:, chosen], guidance.hit)
 
 
 @dataclass
@@ -97,13 +101,13 @@ class Call:
     Attributes:
         valid: bool [T], real (not padding) tokens; ``None`` counts every token.
         decoding: one new token per sequence, whose experts may be others than those of a prompt.
-        guidance: looked-up records for the T tokens, or ``None``.
-        emits: filled by the graph: kind -> region name -> tensor.
+        guidance: looked-up records for the T tokens, rows of the one region that runs, or ``None``.
+        emits: filled by the graphs: kind -> region name -> tensor.
     """
 
     valid: Tensor | None = None
     decoding: bool = False
-    guidance: Guidance | None = None
+    guidance: Guidance | GuideRows | None = None
     emits: Emits = field(default_factory=dict)
 
 
@@ -154,16 +158,18 @@ class GraphRuntime:
             return torch.ones(tokens, dtype=torch.bool, device=self.device)
         return valid
 
-    def guidance(self) -> GuideRows:
-        if self.call.guidance is None:
-            raise GuidanceError("a guided graph ran without guidance; call model.guide(trace) first")
-        return GuideRows.of(self.call.guidance)
-
-    def routing(self) -> Tensor:
+    def guidance(self, regions: tuple[str, ...]) -> GuideRows:
         guidance = self.call.guidance
         if guidance is None:
+            raise GuidanceError("a guided graph ran without guidance; call model.guide(trace) first")
+        return guidance if isinstance(guidance, GuideRows) else GuideRows.of(guidance, regions)
+
+    def routing(self, regions: tuple[str, ...]) -> Tensor:
+        guidance = self.call.guidance
+        if not isinstance(guidance, Guidance):
             raise GuidanceError("a graph that replays routing ran without a trace; call model.guide(trace) first")
-        return torch.cat([guidance.routing(i) for i in range(len(guidance.layout.routings))], dim=1)
+        index = {routing.region: i for i, routing in enumerate(guidance.layout.routings)}
+        return torch.cat([guidance.routing(index[region]) for region in regions], dim=1)
 
     def experts(self, region: str, part: str) -> Tensor:
         if self.pruned is None:
@@ -176,4 +182,5 @@ class GraphRuntime:
         return self.norm_noise.stacked(norms, width, self.device)
 
     def emit(self, emits: Emits) -> None:
-        self.call.emits = emits
+        for kind, found in emits.items():
+            self.call.emits.setdefault(kind, {}).update(found)

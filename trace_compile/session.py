@@ -19,21 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from trace_compile.engine import Engine
-from trace_compile.errors import GuidanceError, NoMoERegionError
+from trace_compile.errors import FingerprintMismatchError, GuidanceError, NoMoERegionError, PassError
 from trace_compile.numerics import FORMATS
 from trace_compile.ops.rows import outer_bytes
-from trace_compile.ops.weights import Master, Packed
+from trace_compile.ops.weights import Master, Packed, joined, pack_experts
 from trace_compile.passes.linears import matches
 from trace_compile.passes.mode import GuidanceKind, Mode, Unquantized
 from trace_compile.passes.mode import RecordKind as GraphRecordKind
 from trace_compile.passes.region import MoERegion, Region
 from trace_compile.recipes import Recipe
 from trace_compile.runtime import Call, Emits, GraphRuntime, OuterScales, SiteKey
+from trace_compile.state.fsdp import PackedShards, hollow
 from trace_compile.state.inputs import InputLog
 from trace_compile.state.layout import RecordLayout, Routing, Site
 from trace_compile.state.origins import Origins
 from trace_compile.state.packed import PackedWeights, WeightsVersion
 from trace_compile.state.ranges import Ranges
+from trace_compile.state.sharded import is_fsdp
 from trace_compile.state.trace import Trace
 from trace_compile.state.usage import Phase, Usage, count_routes
 from trace_compile.tokens import Tokens, TokenTracker
@@ -184,6 +186,7 @@ class Session:
         self.recording: Recording | None = None
         self.origins = Origins()
         self.weights = PackedWeights(self.origins.pack)
+        self.shards = PackedShards()
         self.tracker = TokenTracker()
         self._twins: list[tuple[weakref.ref[nn.Module], Engine]] = []
         self.engine = self.new_engine(self._pack_live)
@@ -215,22 +218,42 @@ class Session:
         expert, layout = region.weight(which)
         scheme = self.recipe.train
         assert scheme is not None and scheme.weight is not None  # graphs without packed feeds never ask
+        if self.shards.managed and region.name not in {r.name for r in self.need_regions()}:
+            raise PassError(f"the graph calls {expert.name} what is none of the model's experts: nothing would pack it")
+        if expert.name in self.shards.packed:
+            assert isinstance(param, Tensor)
+            hollow(param)
+            return self.shards.packed[expert.name]
+        if any(p.name in self.shards.managed for p in expert.parameters):
+            # Gathered anew at every step, by writes that no counter shows.
+            return pack_experts(joined(param), layout, scheme.weight, name=expert.name)
         return self.weights.get(expert.name, param, layout, scheme.weight)
+
+    def attend(self, model: nn.Module) -> None:
+        """In front of a forward and of its hooks: see that FSDP2 gathers experts as packed bytes."""
+        scheme = self.recipe.train
+        if is_fsdp(model) and scheme is not None and scheme.weight is not None:
+            experts = [r.weight(which) for r in self.regions for which in r.fed]
+            wanted = {p.name: (layout, scheme.weight) for param, layout in experts for p in param.parameters}
+            # What the graph takes as it is, and nobody else can read.
+            alone = {param.name for param, _ in experts if self.options.strict and not param.parts}
+            self.shards.attach(model, wanted, hollow=alone)
 
     # --- regions and sites ------------------------------------------------------------------------------------------
 
     def discover(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture the training graph once to learn the regions. Raises what capture raises."""
-        mode = self.train_mode()
         with torch.no_grad():
-            self.engine.run(module, mode, Call(), args, kwargs)
-        self._learn_regions(mode)
+            if is_fsdp(module):
+                module(*args, **kwargs)  # FSDP2 has to be entered through the root's hooks
+            else:
+                self.forward(module, args, kwargs)
 
     def _learn_regions(self, mode: Mode) -> None:
-        """Of the latest graph: adapters that were added since, or taken away, rename parameters."""
-        reports = self.engine.reports[mode]
-        if len(reports) > self._learned.get(mode, 0):
-            self._learned[mode], latest = len(reports), reports[-1].regions
+        """Of the latest graphs: adapters that were added since, or taken away, rename parameters."""
+        graphs = len(self.engine.reports[mode])
+        if graphs > self._learned.get(mode, 0):
+            self._learned[mode], latest = graphs, self.engine.regions(mode)
             if self.recording is None and _facts(latest) != _facts(self.regions):
                 self._plain(latest)  # raises where the rule does not fit
                 self.regions = latest
@@ -323,6 +346,20 @@ class Session:
             )
         return dict(zip(sites, ranges.outer_scales(sites).unbind(), strict=True))
 
+    def over_ranks(self, ranges: Ranges, group: Any) -> Ranges:
+        """``ranges`` merged over a process group, ``"world"`` being all ranks that there are and None this one."""
+        import torch.distributed as dist
+
+        if group == "world":
+            group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is None or dist.get_world_size(group) < 2:
+            return ranges
+        experts: dict[tuple[str, str], int] = {
+            (r.name, p): r.num_experts for r in self.need_regions() for p in r.projections
+        }
+        device = "cpu" if "gloo" in dist.get_backend(group) else self.engine.runtime.device
+        return ranges.all_reduce(experts, group, device=device)
+
     def ranges_to_adopt(self) -> Ranges | None:
         """The ranges of the last trace, if the recipe traces scales. While a trace records they wait: rows of one trace
         share a layout."""
@@ -338,6 +375,37 @@ class Session:
         self.ranges, self.pending_ranges = ranges, None
         if first:
             ranges.warn()
+
+    def state_dict(self) -> dict[str, str]:
+        """What a resumed run needs beside weights and optimizer: ranges, scales in force, weights version."""
+        state = {
+            "format": 1,
+            "fingerprint": self.fingerprint,
+            "version": self.version,
+            "scales": [(*site, float(g)) for site, g in self.outer.as_dict().items()],
+            "ranges": None if self.ranges is None else self.ranges.to_json(),
+            "pending": None if self.pending_ranges is None else self.pending_ranges.to_json(),
+        }
+        return {"state": json.dumps(state)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, all or nothing. Nothing is calibrated or packed by it.
+
+        Raises ``FingerprintMismatchError`` for the state of another model or recipe, or of an unknown format.
+        """
+        state = json.loads(state_dict["state"])
+        if state.get("format") != 1 or state.get("fingerprint") != self.fingerprint:
+            raise FingerprintMismatchError(
+                f"this state has format {state.get('format')} and fingerprint {state.get('fingerprint')}; expected 1 "
+                f"and {self.fingerprint}: resume with the same model and recipe"
+            )
+        scales = {(region, site): torch.tensor(g) for region, site, g in state["scales"]}
+        ranges, pending = (
+            None if state[name] is None else Ranges.from_json(state[name]) for name in ("ranges", "pending")
+        )
+        self.outer.set(scales)
+        self.ranges, self.pending_ranges = ranges, pending
+        self.versions.advance(max(state["version"], self.version))
 
     def inherit(self, other: Session) -> None:
         """Start from what ``other``, the session of a model that this one's was copied from, knows of the model."""

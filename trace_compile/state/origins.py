@@ -18,6 +18,7 @@ from torch import Tensor
 from trace_compile.numerics import FORMATS
 from trace_compile.ops.scheme import OperandScheme
 from trace_compile.ops.weights import Packed, WeightLayout, pack_experts
+from trace_compile.state.sharded import is_dtensor, pack_whole
 
 Packer = Callable[..., Packed]
 
@@ -80,7 +81,7 @@ class Origins:
 
     def current(self, name: str, param: Tensor) -> Origin | None:
         """The origin of ``param`` if it still stands for it; a parameter that changed loses its own for good."""
-        origin = self._origins.get(name)
+        origin = None if is_dtensor(param) else self._origins.get(name)
         if origin is not None and not origin.stands_for(param):
             del self._origins[name]
             return None
@@ -92,7 +93,12 @@ class Origins:
         return Provenance() if origin is None else origin.provenance
 
     def pack(self, param: Tensor, layout: WeightLayout, scheme: OperandScheme, *, name: str = "weight") -> Packed:
-        """``pack_experts``, or a copy of the bytes that ``param`` came from while it is what they stand for."""
+        """``pack_experts``, or a copy of the bytes that ``param`` came from while it is what they stand for.
+
+        A parameter that is sharded over ranks is packed whole, on all ranks at once.
+        """
+        if is_dtensor(param):
+            return pack_whole(param, layout, scheme, name=name)
         origin = self._origins.get(name)
         if origin is None or origin.layout != layout or origin.fmt != scheme.fmt or not FORMATS[scheme.fmt].outer:
             return pack_experts(param, layout, scheme, name=name)

@@ -31,6 +31,7 @@ from trace_compile.ops.quads import in_quads
 from trace_compile.ops.scheme import OperandScheme
 from trace_compile.ops.weights import Master, Packed, WeightLayout, joined, pack_experts
 from trace_compile.state.origins import Packer
+from trace_compile.state.sharded import local
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,7 @@ class Stamp:
 
     @classmethod
     def of(cls, param: Tensor) -> Stamp:
+        param = local(param)
         version = None if param.is_inference() else param._version  # inference tensors have no version counter
         view = (param.data_ptr(), tuple(param.shape), param.stride(), param.dtype, param.device, version)
         return cls(StorageWeakRef(param.untyped_storage()), view)
@@ -259,7 +261,7 @@ _watchers: weakref.WeakSet[PackedWeights | WeightsVersion] = weakref.WeakSet()
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _watchers:
         return
-    storages = {p.untyped_storage()._cdata for group in optimizer.param_groups for p in group["params"]}
+    storages = {local(p).untyped_storage()._cdata for group in optimizer.param_groups for p in group["params"]}
     for watcher in tuple(_watchers):
         watcher._stepped(storages)
 

@@ -9,9 +9,11 @@ Invariant: outer scales are finite positive powers of two for every site, whatev
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any
@@ -55,6 +57,12 @@ class SiteRange:
                 f"a range needs amax [E], tokens [E] and hist [{BUCKETS}], got {tuple(self.amax.shape)}, "
                 f"{tuple(self.tokens.shape)} and {tuple(self.hist.shape)}"
             )
+
+    @classmethod
+    def empty(cls, experts: int) -> SiteRange:
+        """Nothing seen."""
+        counts = [torch.zeros(shape, dtype=torch.int64) for shape in ((experts,), (BUCKETS,), ())]
+        return cls(torch.zeros(experts), *counts)
 
     def merge(self, other: SiteRange) -> SiteRange:
         return SiteRange(
@@ -129,13 +137,48 @@ class Ranges:
             merged[name] = new if old is None else old.merge(new)
         return Ranges(merged)
 
-    def all_reduce(self, group: Any = None) -> Ranges:
-        """Merge over the ranks of a ``torch.distributed`` group: one collective; ranks may have seen other sites."""
+    def all_reduce(
+        self, experts: Mapping[SiteName, int], group: Any = None, *, device: torch.device | str = "cpu"
+    ) -> Ranges:
+        """Merge over the ranks of a ``torch.distributed`` group (None: all ranks), in one collective of one buffer.
+
+        Every rank passes the same ``experts``, the number of experts at each site of the model: ranks may have seen
+        other sites, or none, and sites that no rank saw stay away. ``device`` is one that the group's backend takes.
+        Raises ``FingerprintMismatchError`` if the ranks' models differ.
+        """
         import torch.distributed as dist
 
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, self.to("cpu"), group=group)
-        return reduce(Ranges.merge, gathered)
+        names = sorted(experts)
+        about = json.dumps([(*name, experts[name]) for name in names]).encode()
+        mine = [torch.tensor([zlib.crc32(about)])]
+        for name in names:
+            n = experts[name]
+            seen = self.sites.get(name, SiteRange.empty(n))
+            if seen.amax.numel() != n:
+                raise FingerprintMismatchError(f"{'.'.join(name)} has {n} experts, its range {seen.amax.numel()}")
+            bits = seen.amax.cpu().view(torch.int32).long()
+            mine += [bits, seen.tokens.cpu(), seen.hist.cpu(), seen.saturated.cpu().reshape(1)]
+        buffer = torch.cat(mine).to(device)
+        gathered = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, buffer, group=group)
+        ranks = torch.stack(gathered).cpu()
+        odd = (ranks[:, 0] != mine[0]).nonzero().flatten().tolist()
+        if odd:
+            raise FingerprintMismatchError(f"ranks {odd} of the group trace another model than this rank")
+        return reduce(Ranges.merge, (Ranges._of_buffer(names, experts, row[1:]) for row in ranks))
+
+    @classmethod
+    def _of_buffer(cls, names: Sequence[SiteName], experts: Mapping[SiteName, int], row: Tensor) -> Ranges:
+        """The sites with tokens of what ``all_reduce`` laid side by side."""
+        found = {}
+        for name in names:
+            n = experts[name]
+            amax, tokens, hist, saturated, row = row.split([n, n, BUCKETS, 1, row.numel() - 2 * n - BUCKETS - 1])
+            if int(hist.sum()) or int(tokens.sum()):
+                found[name] = SiteRange(
+                    amax.int().view(torch.float32), tokens.clone(), hist.clone(), saturated[0].clone()
+                )
+        return cls(found)
 
     def outer_scales(self, sites: Iterable[SiteName] | None = None) -> Tensor:
         """Outer scale of each site (all observed ones by default), float32 [n] on the CPU.
@@ -206,6 +249,21 @@ class Ranges:
             {
                 (region, projection): SiteRange(*(tensors[f"ranges.{i}.{f.name}"] for f in fields(SiteRange)))
                 for i, (region, projection) in enumerate(names)
+            }
+        )
+
+    def to_json(self) -> list[Any]:
+        """Plain lists and numbers, exact."""
+        parts = [f.name for f in fields(SiteRange)]
+        return [[*name, *(getattr(site, part).tolist() for part in parts)] for name, site in self.sites.items()]
+
+    @classmethod
+    def from_json(cls, state: Sequence[Sequence[Any]]) -> Ranges:
+        """The inverse of ``to_json``."""
+        return cls(
+            {
+                (region, projection): SiteRange(torch.tensor(amax, dtype=torch.float32), *map(torch.tensor, counts))
+                for region, projection, amax, *counts in state
             }
         )
 
