@@ -126,7 +126,9 @@ def export_program(
 
     Args:
         format: ``"pt2"``, for ``torch.export.load``; ``"aoti"``, compiled for this device, for
-            ``torch._inductor.aoti_load_package``; ``"onnx"``, see ``export.onnx_model``.
+            ``torch._inductor.aoti_load_package`` (inputs must be contiguous: others give wrong values
+            without an error, since its input checks are off unless ``AOTI_RUNTIME_CHECK_INPUTS=1``);
+            ``"onnx"``, see ``export.onnx_model``.
         form: see ``Form``. Default: ``portable``, which needs nothing of this package. ``fused`` programs need
             the imports that program.json lists before they are loaded.
         overwrite: replace an earlier export at ``path``.

@@ -257,7 +257,7 @@ def test_aoti_package_on_a_gpu(form: str, tmp_path: Path) -> None:
 
     def run(*arguments: Tensor) -> list[Tensor]:
         past = [a.to(torch.bfloat16) for a in arguments[3:]]
-        return [t.cpu() for t in program(*(a.cuda() for a in (*arguments[:3], *past)))]
+        return [t.cpu() for t in program(*(a.cuda().contiguous() for a in (*arguments[:3], *past)))]
 
     def scored(**arguments: Any) -> Any:
         out = rollout(**{k: v.cuda() if isinstance(v, Tensor) else v for k, v in arguments.items()})
@@ -273,6 +273,6 @@ def test_aoti_package_on_a_cpu(twin: Any, tmp_path: Path) -> None:
     twin.export(tmp_path / "out", format="aoti")
     program = torch._inductor.aoti_load_package(str(tmp_path / "out" / "model.pt2"))
     for size, length, steps in SIZES:
-        check(lambda *a: list(program(*a)), twin, size, length, steps, 1e-5)
+        check(lambda *a: list(program(*(t.contiguous() for t in a))), twin, size, length, steps, 1e-5)
     names = program.get_constant_fqns()
     assert sum("outer" in name for name in names) >= 4
