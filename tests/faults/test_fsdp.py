@@ -1,4 +1,4 @@
-"""Faults Q06, Q08, T03 and K03's kind (code for one device) under FSDP2: experts packed where they lie.
+"""Faults Q06, Q08, T03, T06 and K03's kind (code for one device) under FSDP2: experts packed where they lie.
 
 Each rank first does everything alone on the whole data, then on its own part with the model sharded over the ranks; six
 experts or five do not divide evenly. The second job loads what the first saved, with twice as many ranks in two groups.
@@ -109,6 +109,20 @@ def fsdp_work(rank: int, world: int) -> dict[str, Any]:
     found["packed"] = sorted(session.shards.packed)
     found["hollow bytes"] = sum(p._unsharded_param.untyped_storage().nbytes() for p in session.shards._params.values())
 
+    # two guided forwards before their backwards, with and without recomputation
+    traces = []
+    for seed in (rank, rank + 5):
+        with model.trace() as record:
+            twin(**tokens(seed))
+        traces.append((record, tokens(seed)))
+    move(model)
+    model.train()
+    found["kept"] = pending(model, traces)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found["recomputed"] = pending(model, traces)
+    model.gradient_checkpointing_disable()
+    model.eval()
+
     # what travels in one forward, and how often anything does in a step
     with torch.no_grad():
         reshard(model)
@@ -154,6 +168,18 @@ def fsdp_work(rank: int, world: int) -> dict[str, Any]:
     update(again, optimizer, every[rank])
     found["resumed"] = parameters(again)
     return found
+
+
+def pending(model: Any, traces: list[tuple[Any, dict[str, Any]]]) -> dict[str, Tensor]:
+    """Gradients of two forwards, each guided by its own trace, whose backwards come when both are over."""
+    model.zero_grad()
+    losses = []
+    for record, inputs in traces:
+        model.guide(record)
+        losses.append(model(**inputs).logits.square().sum())
+    model.guide(None)
+    torch.stack(losses).sum().backward()
+    return values({name: p.grad for name, p in model.named_parameters()})
 
 
 def update(model: Any, optimizer: Any, inputs: dict[str, Any]) -> None:
@@ -214,6 +240,11 @@ def test_Q08_steps_equal_one_process_on_the_whole_data(fsdp: list[dict[str, Any]
         assert torch.equal(found["sharded"]["rollout"], found["alone"]["rollout"][rows])
         assert_near(found["sharded"][kind], found["alone"][kind], 1e-5)
     assert any(not torch.equal(fsdp[0]["sharded"]["guided"][n], g) for n, g in fsdp[0]["sharded"]["own"].items())
+
+
+def test_T06_recomputation_is_guided_by_the_forward_that_it_belongs_to(fsdp: list[dict[str, Any]]) -> None:
+    for rank in fsdp:
+        assert_same(rank["recomputed"], rank["kept"])
 
 
 def test_Q08_ranges_and_scales_are_those_of_all_ranks(fsdp: list[dict[str, Any]]) -> None:

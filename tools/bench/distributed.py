@@ -420,9 +420,7 @@ def everything(args: argparse.Namespace) -> dict[str, Any]:
         if max(counts) > 1:
             limit = PRESETS[args.preset].killed_within
             code, seconds, output = launch(args, max(c for c in counts if c <= 2), "fsdp", limit, "--die")
-            named = next(
-                (line.strip() for line in output.splitlines() if "SIGKILL" in line or "ChildFailed" in line), ""
-            )
+            named = next((line.strip() for line in output.splitlines() if "Signal 9" in line), "")
             results["killed rank"] = {"ended by itself": code not in (None, 0), "seconds": seconds, "error": named}
     Path(args.out).write_text(json.dumps(results, indent=1))
     return results
