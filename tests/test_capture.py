@@ -146,7 +146,7 @@ def test_a_graph_break_names_the_line() -> None:
 
 
 def test_an_unknown_compiler_is_refused() -> None:
-    with pytest.raises(GraphCaptureError, match="compiler 'tvm': use 'eager', 'aot_eager' or 'inductor'"):
+    with pytest.raises(GraphCaptureError, match="compiler 'tvm'; choose one of eager, aot_eager, inductor"):
         Backend(Mode(scheme=None), RuntimeForTests(None), compiler="tvm")
 
 
