@@ -35,6 +35,15 @@ def target_of(device: torch.device) -> Target:
     return Target(10 * properties.major + properties.minor, properties.multi_processor_count, properties.name)
 
 
+def unsuited(x: torch.Tensor, gates: torch.Tensor) -> str | None:
+    """Why no kernel of expert layers takes these operands, or None."""
+    if x.device.type != "cuda":
+        return f"needs a GPU, x is on {x.device.type}"
+    if x.dtype != torch.bfloat16:
+        return f"multiplies in bfloat16, x is {x.dtype}"
+    return "gates are float64" if gates.dtype == torch.float64 else None
+
+
 @dataclass(frozen=True)
 class QuantizeLaunch:
     """``block_m`` rows by ``block_k`` elements at a time; a row's tiles are dealt to ``splits`` programs."""

@@ -30,7 +30,7 @@ from trace_compile.kernels import codegen
 from trace_compile.kernels.dispatch import Tiles, combine, tiles_of
 from trace_compile.kernels.grouped_gemm import Epilogue, Rows, Weights, expert_gemm
 from trace_compile.kernels.grouped_gemm_fp4 import PackedRows, expert_gemm_fp4
-from trace_compile.kernels.launch import target_of
+from trace_compile.kernels.launch import target_of, unsuited
 from trace_compile.kernels.moe_launch import GemmLaunch, MoELaunch, moe_launch
 from trace_compile.kernels.observe import observed_by_slot
 from trace_compile.kernels.quantize import quantize_rows
@@ -49,12 +49,9 @@ def refuses(o: NvFp4MoEOperands) -> str | None:
         return "runs inference; gradients need what it does not save"
     if o.guidance != "none" or o.diagnose:
         return "takes no guidance"
-    if o.x.device.type != "cuda":
-        return f"needs a GPU, x is on {o.x.device.type}"
-    if o.x.dtype != torch.bfloat16:
-        return f"multiplies in bfloat16, x is {o.x.dtype}"
-    if o.gates.dtype == torch.float64:
-        return "gates are float64"
+    reason = unsuited(o.x, o.gates)
+    if reason is not None:
+        return reason
     weight, act = o.schemes.weight, o.schemes.act
     reason = refuses_quads(weight, o.x.shape[1], o.width)
     if reason is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from trace_compile.kernels import codegen
 from trace_compile.kernels.activate import Hidden, HiddenGrads, activate, activate_backward
 from trace_compile.kernels.guided import guide_rows
+from trace_compile.kernels.launch import unsuited
 from trace_compile.kernels.observe import observed, per_row
 from trace_compile.kernels.quantize import QuantizedRows
 from trace_compile.kernels.routing import route, routing_of
@@ -44,12 +45,9 @@ def refuses(o: NvFp4MoEOperands) -> str | None:
     """Why these kernels do not run the op on these operands, or None."""
     if not o.trains:
         return "runs training; w13 is None"
-    if o.x.device.type != "cuda":
-        return f"needs a GPU, x is on {o.x.device.type}"
-    if o.x.dtype != torch.bfloat16:
-        return f"multiplies in bfloat16, x is {o.x.dtype}"
-    if o.gates.dtype == torch.float64:
-        return "gates are float64"
+    reason = unsuited(o.x, o.gates)
+    if reason is not None:
+        return reason
     if o.diagnose:
         return "does not diagnose"
     if o.x.shape[1] % _ALIGNED or o.width % _ALIGNED:

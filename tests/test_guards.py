@@ -111,6 +111,8 @@ def test_a_step_does_not_wait_for_the_gpu() -> None:
     try:
         step()
         rollout(**batch, use_cache=False)
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the detector sees what it is for
+            torch.ones(1, device="cuda").item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -1,6 +1,6 @@
 """Times ``kernels.quantize`` on a GPU, behind a check of its bytes, beside a copy of the same tensor in the same run.
 
-    python tools/bench_quantize.py [--sweep]
+    python -m tools.bench_quantize [--sweep]
 
 Prints one line a shape: microseconds (median of CUDA-graph replays over rotated buffers, larger than the L2 cache but
 for the smallest shape), bytes read and written per second, and that as a fraction of what a copy of the same tensor
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from tools.bench.timing import microseconds
 from trace_compile import numerics
 from trace_compile.kernels.launch import WordsLaunch
 from trace_compile.kernels.quantize import quantize_words
@@ -34,29 +35,6 @@ SHAPES = [
     (4096, 14336),
 ]
 L2_BYTES = 64 * 2**20
-
-
-def microseconds(work: Callable[[Tensor], object], buffers: list[Tensor], repeats: int = 20) -> float:
-    """Median time of ``work`` on one buffer; each replay of the graph runs it once on every buffer."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for buffer in buffers:
-            work(buffer)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [work(buffer) for buffer in buffers]
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(kept))
-    return statistics.median(times)
 
 
 def check(x: Tensor, outer: Tensor | None, run: Callable[[Tensor], Any], values: bool) -> None:
@@ -95,7 +73,7 @@ def bench(rows: int, k: int, own: bool, values: bool, sweep: bool) -> None:
     outer = None if own else torch.tensor([2.0**-8], device="cuda")
     moved = rows * k * (4 if values else 2 + 0.5 + 1 / 16) + 4 * rows * own
     target = torch.empty_like(buffers[0])
-    copied = microseconds(target.copy_, buffers)
+    copied = microseconds([partial(target.copy_, buffer) for buffer in buffers])
     copy_speed = 2 * size / copied
     plans: list[WordsLaunch | None] = [None]
     if sweep:
@@ -105,7 +83,7 @@ def bench(rows: int, k: int, own: bool, values: bool, sweep: bool) -> None:
     for plan in plans:
         run = runner(buffers[0], outer, values, plan)
         check(buffers[0], outer, run, values)
-        results.append((microseconds(run, buffers), plan))
+        results.append((microseconds([partial(run, buffer) for buffer in buffers]), plan))
     results[1:] = sorted(results[1:], key=lambda pair: pair[0])[:3]
     for time, plan in results:
         print(

@@ -1,6 +1,6 @@
 """Times training of one layer's experts in NVFP4 on a GPU, behind a check of results, beside bfloat16 in the same run.
 
-    python tools/bench_train.py [--shape qwen3-30b-a3b] [--tokens 4096 16384] [--profile] [--json FILE]
+    python -m tools.bench_train [--shape qwen3-30b-a3b] [--tokens 4096 16384] [--profile] [--json FILE]
 
 Forward and backward of the whole expert FFN from routed ids: ``ours`` (weights packed beforehand), ``lean`` (grouped
 bfloat16 GEMMs, rows sorted once, torch operations and a backward by hand around them), ``transformers`` (its own
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from tools.bench.timing import microseconds
 from trace_compile.kernels import providers
 from trace_compile.ops import SWIGLU, W4A4_ROW, W4A4_TRACED, MoEScheme, Out, WeightLayout, check_close
 from trace_compile.ops.routing import route
@@ -150,29 +151,6 @@ class Lean(torch.autograd.Function):
         return dx[routing.inverse].view(*gates.shape, -1).sum(1), None, dgates, dw13, dw2
 
 
-def microseconds(work: Callable[[], object], repeats: int = 15) -> float:
-    """Median time of replays of a CUDA graph of ``work``."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    del kept, graph
-    return statistics.median(times[3:])
-
-
 def extra_memory(work: Callable[[], tuple[Tensor, ...]]) -> int:
     """Bytes that ``work`` takes at its peak beyond what was there before and what it returns."""
     torch.cuda.synchronize()
@@ -204,7 +182,7 @@ def bench(name: str, tokens: int, profile: bool, gate: bool) -> dict[str, Any]:
             return layer.step(work)
 
         step()
-        found[label] = (microseconds(step), extra_memory(step))
+        found[label] = (microseconds([step]), extra_memory(step))
 
     measure("lean bf16", layer.lean)
     measure("transformers bf16", layer.transformers())

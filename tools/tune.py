@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 import triton
 
-from tools.bench.layers import SHAPES, TOKENS, Call, Layer, Shape, copies_of, microseconds
+from tools.bench.layers import SHAPES, TOKENS, Call, Layer, Shape, copies_of
+from tools.bench.timing import microseconds
 from trace_compile.kernels import moe_launch as launches
 from trace_compile.kernels.launch import target_of
 from trace_compile.kernels.moe_forward import forward

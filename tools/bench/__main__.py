@@ -34,9 +34,9 @@ from tools.bench.layers import (
     experts_hit,
     gate,
     grouped_bf16,
-    microseconds,
     routings,
 )
+from tools.bench.timing import microseconds
 from trace_compile.kernels.moe_forward import forward
 from trace_compile.ops import W4A4_ROW, W4A4_TRACED, W4A16
 

@@ -148,29 +148,6 @@ def copies_of(shape: Shape) -> int:
     return max(2, math.ceil(2 * L2_BYTES / (shape.experts * shape.weights * 4.5 / 8)))
 
 
-def microseconds(work: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Median time of one of ``work``, which run one after the other in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for one in work:
-            one()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [one() for one in work]
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(kept))
-    return statistics.median(times)
-
-
 def experts_hit(calls: Sequence[Call]) -> float:
     return statistics.mean(call.ids.unique().numel() for call in calls)
 
